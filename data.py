@@ -54,7 +54,7 @@ def load_fashion_mnist(data_dir=None, *, download=True, mirrors=MIRRORS):
 
     The places: the cache folder (`data_dir`, which must exist; else `$MINIJAX_DATA`; else minijax in the
     user's cache folder); the folder of Debian's package, unless `data_dir` is given; each of `mirrors` (base
-    addresses, to which `NAME.gz` is appended), unless `download` is False. Downloads stay in the cache folder.
+    addresses, to which `NAME.gz` is appended), unless `download` is False. The cache folder keeps downloads.
 
     Returns {"train": {"image": uint8 [60000, 28, 28], "label": uint8 [60000]}, "test": {"image": uint8
     [10000, 28, 28], "label": uint8 [10000]}, "origin": str, where the bytes came from}.
@@ -82,6 +82,160 @@ def load_fashion_mnist(data_dir=None, *, download=True, mirrors=MIRRORS):
     return dataset
 
 
+def parse_idx(raw):
+    """The array in a (decompressed) IDX file of unsigned bytes: uint8 of the shape in the header, a copy.
+
+    Format (yann.lecun.com/exdb/mnist): bytes 0, 0, 8 (the type), number of axes; the length of each axis as a
+    big-endian uint32; the data, row-major. ValueError unless `raw` is exactly that, to the last byte.
+    """
+    if len(raw) < 4 or bytes(raw[:3]) != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
+        raise ValueError(f"expected an IDX file of unsigned bytes (00 00 08, number of axes, their lengths), "
+                         f"got {len(raw)} bytes: {bytes(raw[:8]).hex(' ')}")
+    start = 4 + 4 * raw[3]
+    shape = tuple(np.frombuffer(raw, ">u4", count=raw[3], offset=4).tolist())
+    if len(raw) - start != math.prod(shape):
+        raise ValueError(f"expected {math.prod(shape)} bytes of data for IDX shape {shape}, "
+                         f"got {len(raw) - start}")
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape).copy()
+
+
+def synthetic(seed, num_train, num_test):
+    """Made-up data in the structure of `load_fashion_mnist`; its "origin" says so. A pure function of `seed`.
+
+    Each class has a pattern of 7 x 7 blocks; an image is its class's pattern, mixed with at most as much of
+    another's, under noise: easy to learn, but not without doubtful cases. Classes are balanced.
+    """
+    seed, counts = _integer("seed", seed, 0), {"train": num_train, "test": num_test}
+    patterns = np.random.default_rng([seed, 0]).integers(0, 256, (10, 7, 7), np.uint16)
+    patterns = patterns.repeat(4, axis=1).repeat(4, axis=2)  # [10, 28, 28]
+    result = {"origin": f"synthetic, made up from seed {seed} (not Fashion-MNIST)"}
+    for stream, part in enumerate(counts, start=1):  # streams apart: num_train does not change the test
+        count, rng = _integer(f"num_{part}", counts[part], 1), np.random.default_rng([seed, stream])
+        label = rng.permutation(np.arange(count) % 10).astype(np.uint8)
+        share = rng.integers(4, 9, (count, 1, 1), np.uint16)  # eighths
+        image = (share * patterns[label] + (8 - share) * patterns[rng.integers(0, 10, count)]) // 8
+        image = (image + rng.integers(0, 256, image.shape, np.uint16)) // 2  # integers: alike everywhere
+        result[part] = {"image": image.astype(np.uint8), "label": label}
+    return result
+
+
+def preprocess(images):
+    """uint8 [..., 28, 28] (NumPy, JAX, under jit and vmap) to float32 [..., 784] in [0, 1]: pixel / 255.
+
+    ValueError for any other dtype or shape, so that nothing is scaled twice.
+    """
+    if getattr(images, "dtype", None) != np.uint8 or images.shape[-2:] != (28, 28):
+        got = f"{getattr(images, 'dtype', type(images).__name__)} {getattr(images, 'shape', '')}"
+        raise ValueError(f"images must be uint8 [..., 28, 28], got {got}")
+    flat = images.reshape(*images.shape[:-2], 784)  # [..., 784]
+    return flat.astype(np.float32) / np.float32(255)  # in this order: NumPy's uint8 / 255 would be float64
+
+
+def batches(dataset, batch_size, *, seed=None, epoch=0, remainder="drop"):
+    """Iterator over {"image": [B, ...], "label": [B], "mask": bool [B]}, all of one shape whatever n is.
+
+    dataset: {"image": [n, ...], "label": integers in 0..9, [n]}; dtypes are kept. Each example comes once: in
+    the dataset's order, or, if `seed` is given, in one that is a pure function of (seed, epoch, n), so that a
+    resumed run sees the batches of the unbroken one. What is left after the last full batch is dropped
+    ("drop", for training) or filled up with zeros where `mask` is False ("pad", for evaluation). Batches are
+    copies. ValueError, at the call, for bad arguments or labels, and if "drop" would leave no batch at all.
+    """
+    image, label = _check_pairs(dataset)
+    count, batch_size, epoch = len(label), _integer("batch_size", batch_size, 1), _integer("epoch", epoch, 0)
+    if remainder not in ("drop", "pad"):
+        raise ValueError(f"remainder must be 'drop' or 'pad', got {remainder!r}")
+    if remainder == "drop" and count < batch_size:
+        raise ValueError(f"batch_size {batch_size} exceeds the {count} examples, and remainder='drop' would "
+                         f"leave no batch: lower it or choose remainder='pad'")
+    order = np.arange(count)
+    if seed is not None:
+        # Sort by random bits: NumPy keeps those for ever, but may change `permutation` in any release.
+        bits = np.random.Philox([_integer("seed", seed, 0), epoch]).random_raw(count)
+        order = np.argsort(bits, kind="stable")
+    if remainder == "drop":
+        order = order[:count - count % batch_size]
+
+    def generate():  # a generator of its own, so that the checks above run at the call
+        for start in range(0, len(order), batch_size):
+            rows = order[start:start + batch_size]
+            batch = {"image": image[rows], "label": label[rows], "mask": np.ones(len(rows), bool)}
+            if missing := batch_size - len(rows):
+                batch = {k: np.pad(v, [(0, missing)] + [(0, 0)] * (v.ndim - 1)) for k, v in batch.items()}
+            yield batch
+
+    return generate()
+
+
+def stack(iterator, steps):
+    """Iterator over stacks of `steps` batches, each leaf [steps, ...] (NumPy); the last may be shorter.
+
+    It is what `jax.lax.scan` runs over. ValueError, at the call, unless `steps` is at least 1.
+    """
+    steps, source = _integer("steps", steps, 1), iter(iterator)
+
+    def generate():
+        while group := list(itertools.islice(source, steps)):
+            yield jax.tree.map(lambda *leaves: np.stack(leaves), *group)
+
+    return generate()
+
+
+def to_device(iterator, sharding=None, size=2):
+    """Iterator over the same batches as JAX arrays; while one is worked on, the next `size` are on their way.
+
+    sharding: None (the default device), or a `jax.sharding.Sharding` for every leaf; ValueError if an axis
+    does not divide. If it spans several processes, each gives its own share of the global batch. Host arrays
+    are copied first, so that the source may refill its buffers. An error of the source is raised in its turn.
+    """
+    size, source = _integer("size", size, 0), iter(iterator)
+
+    def place(leaf):
+        if not isinstance(leaf, jax.Array):
+            leaf = np.array(leaf)  # a copy of our own, since JAX may read it later, or alias it for ever
+        if sharding is None:
+            return jax.device_put(leaf)
+        return jax.make_array_from_process_local_data(sharding, leaf)  # with one process, its data are all
+
+    def generate():
+        ready = []
+        while True:
+            while len(ready) <= size:
+                try:
+                    ready.append(jax.tree.map(place, next(source)))
+                except Exception as error:  # StopIteration too; kept until its turn, behind the good batches
+                    ready.append(error)
+            batch = ready.pop(0)
+            if isinstance(batch, StopIteration):
+                return
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+    return generate()
+
+
+def _integer(name, value, least):
+    if not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return int(value)
+
+
+def _check_pairs(dataset):
+    """(image, label) of a dataset as arrays; ValueError unless there is one label in 0..9 for each image."""
+    if not {"image", "label"} <= set(dataset):
+        raise ValueError(f"a dataset must hold 'image' and 'label', got {sorted(dataset)}")
+    image, label = np.asarray(dataset["image"]), np.asarray(dataset["label"])
+    if label.ndim != 1 or label.shape != image.shape[:1] or len(label) == 0:
+        raise ValueError(f"expected n > 0 images and labels [n], got shapes {image.shape} and {label.shape}")
+    if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() >= len(CLASS_NAMES):
+        raise ValueError(f"labels must be integers in 0..9, got {label.dtype}, "
+                         f"least and greatest {np.unique(label)[[0, -1]]}")
+    return image, label
+
+
+# What follows gets the files, and nothing of it is particular to training.
+
+
 def _fetch(name, folders, mirrors):
     """(decompressed bytes, origin) of file `name` from the first good copy; one from a mirror is kept.
 
@@ -93,7 +247,7 @@ def _fetch(name, folders, mirrors):
         found = [folder / n for n in names if os.path.exists(folder / n)]
         sources += found
         if not found:
-            tried.append(f"{folder}: no file {' or '.join(names)} to be seen")
+            tried.append(f"{folder}: holds none of {', '.join(names)}")
     for source in sources + [mirror.rstrip("/") + f"/{name}.gz" for mirror in mirrors]:
         try:
             if isinstance(source, Path):
@@ -110,6 +264,8 @@ def _fetch(name, folders, mirrors):
             tried.append(f"{source}: {error}")
             if isinstance(source, Path):
                 warnings.warn(f"{tried[-1]}; ignored, delete it unless a download replaces it", stacklevel=3)
+    if not mirrors:
+        tried.append("mirrors: none to ask (download=False, or an empty list)")
     raise OSError("\n  ".join([f"no good copy of {name} found:", *tried]) + "\nWhat helps: apt install "
                   "dataset-fashion-mnist (Debian, Ubuntu); --data-dir FOLDER that has the four files; "
                   "--dataset synthetic (made-up data)")
@@ -135,7 +291,7 @@ def _read_url(url, longest):
     """The body at `url`; OSError if it fails, falls silent, is too slow, or is longer than `longest` bytes.
 
     A thread reads, because a socket's own time limit covers neither the name look-up nor a server that drips
-    single bytes; this function waits for the thread's chunks and leaves it behind when they stay away.
+    single bytes; this function waits for the thread's chunks and abandons it when they stay away.
     """
     chunks, left = queue.Queue(), threading.Event()
 
@@ -143,7 +299,7 @@ def _read_url(url, longest):
         try:
             # Some hosts refuse urllib's own name.
             request = urllib.request.Request(url, headers={"User-Agent": "minijax (dataset download)"})
-            with urllib.request.urlopen(request, timeout=SILENT_SECONDS) as response:
+            with urllib.request.urlopen(request, timeout=2 * SILENT_SECONDS) as response:
                 chunk = b"start"
                 while chunk and not left.is_set():
                     chunk = response.read1(1 << 16)  # what there is: `read` would wait until all of it came
@@ -153,10 +309,11 @@ def _read_url(url, longest):
 
     threading.Thread(target=read, daemon=True).start()
     body, start, before = bytearray(), time.monotonic(), 0
+    show = sys.stderr is not None and sys.stderr.isatty()
     try:
         while chunk := chunks.get(timeout=SILENT_SECONDS):
             if isinstance(chunk, Exception):
-                raise OSError(str(chunk) or repr(chunk)) from chunk
+                raise OSError(f"{type(chunk).__name__}: {chunk}") from chunk
             body += chunk
             if len(body) > longest:
                 raise OSError(f"sends more than {longest} bytes")
@@ -165,13 +322,13 @@ def _read_url(url, longest):
                 if len(body) - before < SLOW_BYTES_PER_SECOND * seconds:
                     raise TimeoutError(f"slower than {SLOW_BYTES_PER_SECOND} bytes/s over {SLOW_SECONDS} s")
                 start, before = time.monotonic(), len(body)
-            if sys.stderr.isatty():
+            if show:
                 print(f"\r{url}  {len(body) / 1e6:.1f} MB ", end="", file=sys.stderr, flush=True)
     except queue.Empty:
         raise TimeoutError(f"silent for {SILENT_SECONDS} s") from None
     finally:
         left.set()
-        if sys.stderr.isatty() and body:
+        if show and body:
             print(file=sys.stderr)
     return bytes(body)
 
@@ -190,158 +347,15 @@ def _write_atomically(path, raw):
                 leftover.unlink()
 
 
-def parse_idx(raw):
-    """The array in a (decompressed) IDX file of unsigned bytes: uint8 of the shape in the header, a copy.
-
-    Format (yann.lecun.com/exdb/mnist): bytes 0, 0, 8 (the type), number of axes; the length of each axis as a
-    big-endian uint32; the data, row-major. ValueError unless `raw` is exactly that, to the last byte.
-    """
-    if len(raw) < 4 or bytes(raw[:3]) != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
-        raise ValueError(f"expected an IDX file of unsigned bytes (00 00 08, number of axes, their lengths), "
-                         f"got {len(raw)} bytes: {bytes(raw[:8]).hex(' ')}")
-    start = 4 + 4 * raw[3]
-    shape = tuple(np.frombuffer(raw, ">u4", count=raw[3], offset=4).tolist())
-    if len(raw) - start != math.prod(shape):
-        raise ValueError(f"expected {math.prod(shape)} bytes of data for IDX shape {shape}, "
-                         f"got {len(raw) - start}")
-    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape).copy()
-
-
-def _integer(name, value, least):
-    if not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return int(value)
-
-
-def _check_pairs(dataset):
-    """(image, label) of a dataset as arrays; ValueError unless there is one label in 0..9 for each image."""
-    if not {"image", "label"} <= set(dataset):
-        raise ValueError(f"a dataset must hold 'image' and 'label', got {sorted(dataset)}")
-    image, label = np.asarray(dataset["image"]), np.asarray(dataset["label"])
-    if label.ndim != 1 or label.shape != image.shape[:1] or len(label) == 0:
-        raise ValueError(f"expected n > 0 images and labels [n], got shapes {image.shape} and {label.shape}")
-    if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() >= len(CLASS_NAMES):
-        raise ValueError(f"labels must be integers in 0..9, got {label.dtype} {label.min()}..{label.max()}")
-    return image, label
-
-
-def synthetic(seed, num_train, num_test):
-    """Made-up data in the structure of `load_fashion_mnist`; its "origin" says so. A pure function of `seed`.
-
-    Each class has a pattern of 7 x 7 blocks; an image is its class's pattern, mixed with at most as much of
-    another's, under noise: easy to learn, but not without doubtful cases. Classes are balanced.
-    """
-    seed, counts = _integer("seed", seed, 0), {"train": num_train, "test": num_test}
-    patterns = np.random.default_rng([seed, 0]).integers(0, 256, (10, 7, 7), np.uint16)
-    patterns = patterns.repeat(4, axis=1).repeat(4, axis=2)  # [10, 28, 28]
-    result = {"origin": f"synthetic, made up from seed {seed} (not Fashion-MNIST)"}
-    for stream, part in enumerate(counts, start=1):  # streams apart: num_train does not change the test
-        count, rng = _integer(f"num_{part}", counts[part], 1), np.random.default_rng([seed, stream])
-        label = rng.permutation(np.arange(count) % 10).astype(np.uint8)
-        share = rng.integers(4, 9, (count, 1, 1), np.uint16)  # eighths
-        image = (share * patterns[label] + (8 - share) * patterns[rng.integers(0, 10, count)]) // 8
-        image = (image + rng.integers(0, 256, image.shape, np.uint16)) // 2  # integers: alike everywhere
-        result[part] = {"image": image.astype(np.uint8), "label": label}
-    return result
-
-
-def preprocess(images):
-    """uint8 [..., 28, 28], NumPy or JAX (under jit and vmap too), to float32 [..., 784] in [0, 1]: pixel / 255."""
-    if getattr(images, "dtype", None) != np.uint8 or images.shape[-2:] != (28, 28):
-        got = f"{getattr(images, 'dtype', type(images).__name__)} {getattr(images, 'shape', '')}"
-        raise ValueError(f"images must be uint8 [..., 28, 28], got {got}")
-    flat = images.reshape(*images.shape[:-2], 784)  # [..., 784]
-    return flat.astype(np.float32) / np.float32(255)  # in this order: NumPy's uint8 / 255 would be float64
-
-
-def batches(dataset, batch_size, *, seed=None, epoch=0, remainder="drop"):
-    """Iterator over {"image": [B, ...], "label": [B], "mask": bool [B]}, all of one shape whatever n is.
-
-    dataset: {"image": [n, ...], "label": integers in 0..9, [n]}; dtypes are kept. Each example comes once: in
-    the dataset's order, or, if `seed` is given, in one that is a pure function of (seed, epoch, n), so that a
-    resumed run sees the batches of the unbroken one. What is left after the last full batch is dropped ("drop",
-    for training) or filled up with zeros where `mask` is False ("pad", for evaluation). Batches are copies.
-    ValueError, at the call, for bad arguments or labels, and if "drop" would leave no batch at all.
-    """
-    image, label = _check_pairs(dataset)
-    count, batch_size, epoch = len(label), _integer("batch_size", batch_size, 1), _integer("epoch", epoch, 0)
-    if remainder not in ("drop", "pad"):
-        raise ValueError(f"remainder must be 'drop' or 'pad', got {remainder!r}")
-    if remainder == "drop" and count < batch_size:
-        raise ValueError(f"no batch of {batch_size} in {count} examples: take remainder='pad' or a smaller one")
-    order = np.arange(count)
-    if seed is not None:
-        # Sort by random bits: NumPy keeps those for ever, but may change `permutation` from version to version.
-        bits = np.random.Philox([_integer("seed", seed, 0), epoch]).random_raw(count)
-        order = np.argsort(bits, kind="stable")
-    if remainder == "drop":
-        order = order[:count - count % batch_size]
-
-    def generate():  # a generator of its own, so that the checks above run at the call
-        for start in range(0, len(order), batch_size):
-            rows = order[start:start + batch_size]
-            batch = {"image": image[rows], "label": label[rows], "mask": np.ones(len(rows), bool)}
-            if missing := batch_size - len(rows):
-                batch = {k: np.pad(v, [(0, missing)] + [(0, 0)] * (v.ndim - 1)) for k, v in batch.items()}
-            yield batch
-
-    return generate()
-
-
-def stack(iterator, steps):
-    """Iterator over stacks of `steps` batches, each leaf [steps, ...] (NumPy); the last stack may be shorter."""
-    steps, source = _integer("steps", steps, 1), iter(iterator)
-
-    def generate():
-        while group := list(itertools.islice(source, steps)):
-            yield jax.tree.map(lambda *leaves: np.stack(leaves), *group)
-
-    return generate()
-
-
-def to_device(iterator, sharding=None, size=2):
-    """Iterator over the same batches as JAX arrays; while one is worked on, the next `size` are on their way.
-
-    sharding: None (the default device), or a `jax.sharding.Sharding` for every leaf; ValueError if an axis
-    does not divide. If it spans several processes, each gives its own share of the global batch. Host arrays
-    are copied first, so that the source may refill its buffers. An error of the source is raised in its turn.
-    """
-    size, source = _integer("size", size, 0), iter(iterator)
-
-    def place(leaf):
-        if not isinstance(leaf, jax.Array):
-            leaf = np.array(leaf)  # a copy of our own, since JAX may read it later, or alias it for ever
-        if sharding is None or sharding.is_fully_addressable:
-            return jax.device_put(leaf, sharding)
-        return jax.make_array_from_process_local_data(sharding, leaf)
-
-    def generate():
-        ready = []
-        while True:
-            while len(ready) <= size and not (ready and isinstance(ready[-1], Exception)):
-                try:
-                    ready.append(jax.tree.map(place, next(source)))
-                except Exception as error:  # StopIteration too; kept until its turn, behind the good batches
-                    ready.append(error)
-            batch = ready.pop(0)
-            if isinstance(batch, StopIteration):
-                return
-            if isinstance(batch, Exception):
-                raise batch
-            yield batch
-
-    return generate()
-
-
 def main(argv=None):
     """Fetch and verify Fashion-MNIST, then show where it came from, its classes and a few images."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--data-dir", metavar="FOLDER", help="existing folder to look in and to keep downloads "
-                        "in (default: $MINIJAX_DATA, else minijax in the user's cache folder)")
+    parser.add_argument("--data-dir", metavar="FOLDER", help="existing folder, searched first and given the "
+                        "downloads (default: $MINIJAX_DATA, else minijax in your cache folder)")
     try:
         dataset = load_fashion_mnist(parser.parse_args(argv).data_dir)
-    except (OSError, ValueError) as error:
-        sys.exit(f"data.py: {error}")
+    except (OSError, ValueError, KeyboardInterrupt) as error:
+        sys.exit(f"data.py: {str(error) or 'interrupted'}")
     train, test = dataset["train"], dataset["test"]
     print(f"{dataset['origin']}\n\n{'class':12}{'train':>8}{'test':>8}")
     for label, name in enumerate(CLASS_NAMES):

@@ -381,6 +381,154 @@ def checkpointing(directory, settings, state, resume):
     return state, save
 
 
+# ---------------------------------------------------------------- what the habits buy
+
+
+def matrix_products(params, batch_size, steps):
+    """Nothing but the matrix products of `steps` train steps of an MLP: the floor under the step's time."""
+    layers = [(jnp.ones((batch_size, layer["w"].shape[0])), layer["w"], jnp.ones((batch_size, layer["w"].shape[1])))
+              for layer in params]
+
+    def body(total, _):
+        # The barriers keep the compiler from moving a product out of the loop or dropping it.
+        operands, total = jax.lax.optimization_barrier((layers, total))
+        products = [x @ w for x, w, _ in operands]  # forward
+        products += [x.T @ d for x, _, d in operands]  # gradients of the weights
+        products += [d @ w.T for _, w, d in operands[1:]]  # gradients of the activations
+        products = jax.lax.optimization_barrier(products)
+        return total + sum(product[0, 0] for product in products), None
+
+    return jax.lax.scan(body, 0.0, length=steps)[0]
+
+
+def measure_habits(train, preprocess, batches, stack, to_device, *, batch_size, log_every, hidden, rounds=9):
+    """Measures what each habit of the loop buys on this machine.
+
+    train: {"image": uint8 [n, 28, 28], "label"}; preprocess, batches, stack, to_device: those of data.py. Returns
+    (seconds, facts): seconds per step (medians of `rounds` passes after a warm-up, taken in turn) by loop, and
+    a dict of everything else that the table of `habits_table` tells.
+
+    The loops form a ladder, each with one habit more than the one before. A pass is up to four intervals of
+    real batches, the host's work included.
+    """
+    steps = min(4 * log_every, len(train["label"]) // batch_size)
+    log_every = min(log_every, steps)
+    floats = {**train, "image": preprocess(train["image"])}  # [n, 784], normalised once, before any clock runs
+    optimizer = make_optimizer(1e-3, 0.1, b2=0.95)
+    traced = []
+
+    def float_loss(params, batch):
+        traced.append(batch["label"].shape)  # Python runs only while JAX traces: once per compilation
+        return loss_fn(params, batch)
+
+    def byte_loss(params, batch):
+        return loss_fn(params, {**batch, "image": preprocess(batch["image"])})
+
+    @jax.jit
+    def init():
+        params = init_mlp(jax.random.key(0), [784, *hidden, 10])
+        return params, optimizer.init(params)
+
+    float_step, byte_step = (make_train_step(loss, optimizer) for loss in (float_loss, byte_loss))
+
+    def one_by_one(step, dataset, every):
+        def run_pass(params, opt_state):
+            source = itertools.islice(batches(dataset, batch_size, seed=0), steps)
+            return plain_loop(step, params, opt_state, map(jax.device_put, source), every, lambda *_: None)
+        return run_pass
+
+    many = jax.jit(make_train_steps(byte_step), donate_argnums=(0, 1))
+
+    def by_interval(params, opt_state):
+        source = itertools.islice(batches(train, batch_size, seed=0), steps)
+        state = {"params": params, "opt_state": opt_state, "step": 0}
+        return interval_loop(many, state, to_device(stack(source, log_every)), lambda *_: None)["params"]
+
+    floats_step, kept, donated = jax.jit(float_step), jax.jit(byte_step), jax.jit(byte_step, donate_argnums=(0, 1))
+    products = jax.jit(lambda params, _: matrix_products(params, batch_size, steps))
+    passes = {"reads every step": one_by_one(floats_step, floats, 1),
+              "reads every interval": one_by_one(floats_step, floats, log_every),
+              "bytes to the device": one_by_one(kept, train, log_every),
+              "donates": one_by_one(donated, train, log_every),
+              "one call per interval": by_interval,
+              "matrix products alone": products}
+    times = {name: [] for name in passes}
+    for _ in range(rounds + 1):
+        for name, run_pass in passes.items():
+            state = jax.block_until_ready(init())
+            start = time.perf_counter()
+            jax.block_until_ready(run_pass(*state))
+            times[name].append((time.perf_counter() - start) / steps)
+    seconds = {name: float(np.median(values[1:])) for name, values in times.items()}
+
+    first = next(batches(floats, batch_size))
+    facts = {"float bytes": first["image"].nbytes, "uint8 bytes": first["image"].nbytes // 4}
+    for name, compiled in ("kept", kept), ("donated", donated):
+        memory = compiled.lower(*init(), {**first, "image": train["image"][:batch_size]}).compile().memory_analysis()
+        facts[f"{name} bytes"] = (memory.argument_size_in_bytes + memory.output_size_in_bytes
+                                  + memory.temp_size_in_bytes - memory.alias_size_in_bytes)
+    # A ragged last batch: the same step, two shapes. Timed from the first call on, so with its compilations.
+    ragged = {name: values[:batch_size // 2] for name, values in first.items()}
+    for name, last in ("fixed", first), ("ragged", ragged):
+        traced.clear()
+        step, state = jax.jit(make_train_step(float_loss, optimizer)), init()  # a new function: compiled anew
+        start = time.perf_counter()
+        for batch in (first, last):
+            *state, metrics = step(*state, batch)
+        jax.block_until_ready((state, metrics))
+        facts[f"{name} seconds"], facts[f"{name} compilations"] = time.perf_counter() - start, len(traced)
+    # How long does a step take? Stopping the clock when the call returns tells when the work was queued.
+    state = jax.block_until_ready(init())
+    start = time.perf_counter()
+    for _ in range(steps):
+        *state, metrics = floats_step(*state, first)
+    facts["dispatch seconds"] = (time.perf_counter() - start) / steps
+    jax.block_until_ready((state, metrics))
+    facts["true seconds"] = (time.perf_counter() - start) / steps
+    return seconds, facts
+
+
+HABITS = [  # (name, loop without it, loop with it, why)
+    ("read metrics once an interval", "reads every step", "reads every interval",
+     "a read waits for the device, and the device then waits for the host"),
+    ("send uint8, normalise in the step", "reads every interval", "bytes to the device",
+     "{float bytes:,} -> {uint8 bytes:,} bytes of images a step"),
+    ("donate params and opt_state", "bytes to the device", "donates",
+     "the step needs {kept bytes:,} -> {donated bytes:,} bytes: new values take the place of old ones"),
+    ("one call an interval (lax.scan)", "donates", "one call per interval",
+     "the host queues one call, and the next interval before it reads this one"),
+    ("all four", "reads every step", "one call per interval", "the product of the gains above"),
+    ("the last three", "reads every interval", "one call per interval", "train_steps against the tutorial's loop"),
+]
+
+
+def habits_table(seconds, facts, batch_size):
+    """The figures of `measure_habits` as text: a row a habit, with the reason in the line."""
+    lines = [f"{'habit':<34}{'without':>11}{'with':>11}{'gain':>7}   why (speeds in examples/s)"]
+    for name, without, with_it, why in HABITS:
+        a, b = seconds[without], seconds[with_it]
+        lines.append(f"{name:<34}{batch_size / a:11,.0f}{batch_size / b:11,.0f}{a / b:7.3f}   {why.format(**facts)}")
+    lines.append(f"{'fixed shapes':<34}{facts['ragged seconds']:10.2f}s{facts['fixed seconds']:10.2f}s"
+                 f"{facts['ragged seconds'] / facts['fixed seconds']:7.3f}   two first steps: a ragged second batch "
+                 f"makes {facts['ragged compilations']} compilations of {facts['fixed compilations']}")
+    lines.append(f"{'block_until_ready before the clock':<34}{facts['dispatch seconds'] * 1e3:9.3f}ms"
+                 f"{facts['true seconds'] * 1e3:9.3f}ms{facts['true seconds'] / facts['dispatch seconds']:7.3f}   "
+                 "time of a step, measured without and with it: a call returns when its work is queued")
+    ratio = seconds["one call per interval"] / seconds["matrix products alone"]
+    return "\n".join([*lines, f"a step takes {ratio:.3f} times its matrix products alone "
+                      f"({seconds['matrix products alone'] * 1e3:.3f} ms)"])
+
+
+def plot_habits(plt, seconds, batch_size, path):
+    """Draws the speed of each loop of the ladder to an image file."""
+    names = list(seconds)[:-1]  # not the matrix products
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    axes.barh(names, [batch_size / seconds[name] for name in names])
+    axes.set_xlabel("examples/s; each loop has one habit more than the one above")
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=150)
+
+
 # ---------------------------------------------------------------- the main job
 
 
@@ -462,8 +610,17 @@ def run(args):
     say(f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}, {dataset['origin']}")
     if args.batch_size % len(devices):
         raise ValueError(f"--batch-size {args.batch_size} cannot be shared evenly by {len(devices)} devices")
+    if args.batch_size > len(dataset["train"]["label"]):
+        raise ValueError(f"--batch-size {args.batch_size} is more than the {len(dataset['train']['label'])} training images")
     if args.habits:
-        raise ValueError("TODO")
+        seconds, facts = measure_habits(
+            dataset["train"], data.preprocess, data.batches, data.stack, data.to_device,
+            batch_size=args.batch_size, log_every=args.log_every, hidden=args.hidden)
+        say(f"layers {[784, *args.hidden, 10]}, batch {args.batch_size}, intervals of {args.log_every} steps")
+        say(habits_table(seconds, facts, args.batch_size))
+        if plt:
+            plot_habits(plt, seconds, args.batch_size, args.plot)
+        return {"seconds": seconds, "facts": facts}
 
     # Data parallelism: every device holds all parameters and a share of each batch. The compiler adds the
     # all-reduce of the gradients; the train step does not change.
