@@ -8,14 +8,27 @@
 Every property says what it promises and which mistake it would catch. Expected values come from
 NumPy in float64 or from arithmetic done by hand, never from the function under test.
 """
+import contextlib
 import functools
+import gzip
+import hashlib
+import io
+import itertools
+import json
 import os
+import random
 import shutil
 import signal
 import socket
+import socketserver
+import struct
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import tracemalloc
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +47,1088 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # float32 matmuls on a GPU's tensor cores round like tensorfloat32: pin them, so that tolerances hold there too.
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# data.py: files
+# ---------------------------------------------------------------------------------------------------------
+
+
+def encode_idx(array):
+    """An IDX file of unsigned bytes, written down from the format's description."""
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def small_arrays():
+    rng = np.random.RandomState(0)
+    return {"train-images-idx3-ubyte": rng.randint(0, 256, (12, 28, 28)).astype(np.uint8),
+            "train-labels-idx1-ubyte": rng.randint(0, 10, 12).astype(np.uint8),
+            "t10k-images-idx3-ubyte": rng.randint(0, 256, (7, 28, 28)).astype(np.uint8),
+            "t10k-labels-idx1-ubyte": rng.randint(0, 10, 7).astype(np.uint8)}
+
+
+SMALL = small_arrays()
+RAW = {name: encode_idx(array) for name, array in SMALL.items()}
+PACKED = {name: gzip.compress(raw) for name, raw in RAW.items()}
+NAMES = list(RAW)
+SMALL_FILES = {name: (len(raw), hashlib.sha256(raw).hexdigest()) for name, raw in RAW.items()}
+
+
+@contextlib.contextmanager
+def small_world(**constants):
+    """data.py with four small files to look for, none of them anywhere; gives an empty folder."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(data, "FILES", SMALL_FILES)
+        patch.setattr(data, "DEBIAN_FOLDER", Path(folder, "debian"))
+        patch.setenv("XDG_CACHE_HOME", str(Path(folder, "xdg")))
+        patch.setenv("HOME", str(Path(folder, "home")))
+        patch.delenv("MINIJAX_DATA", raising=False)
+        patch.setenv("no_proxy", "*")
+        for name, value in constants.items():
+            patch.setattr(data, name, value)
+        yield Path(folder)
+
+
+def fill(folder, *, names=NAMES, content=PACKED, end=".gz"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / (name + end)).write_bytes(content[name])
+    return folder
+
+
+def check_small(dataset):
+    """Every array is the one that was encoded, dtype included."""
+    assert set(dataset) == {"train", "test", "origin"}
+    for part, prefix in ("train", "train"), ("test", "t10k"):
+        assert set(dataset[part]) == {"image", "label"}
+        for key, kind in ("image", "images-idx3"), ("label", "labels-idx1"):
+            got = dataset[part][key]
+            assert got.dtype == np.uint8
+            np.testing.assert_array_equal(got, SMALL[f"{prefix}-{kind}-ubyte"])
+
+
+@contextlib.contextmanager
+def serve(reply):
+    """A web server on this machine: gives its base address and the list of the requests' heads.
+
+    reply(name, socket) gives the body for status 200, or None if it has sent all that it wanted by itself.
+    """
+    heads = []
+
+    def handle(connection, address, server):
+        head = b""
+        while b"\r\n\r\n" not in head:
+            part = connection.recv(4096)
+            if not part:
+                return
+            head += part
+        heads.append(head.decode())
+        body = reply(head.split()[1].decode().rpartition("/")[2], connection)
+        if body is not None:
+            connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), handle)
+    server.daemon_threads, server.handle_error = True, lambda *args: None  # clients that leave are no news
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/some/folder/", heads
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def good(name, connection):
+    """What a mirror should reply."""
+    return PACKED[name.removesuffix(".gz")]
+
+
+def child(code, *arguments, **environment):
+    """Starts `code` in a Python of its own, where `data` is the module under test with the small files."""
+    path = os.pathsep.join([str(Path(data.__file__).parent), *sys.path])
+    start = ("import gzip, hashlib, json, os, random, signal, sys, time\nfrom pathlib import Path\n"
+             f"import data\ndata.FILES = {SMALL_FILES!r}\ndata.DEBIAN_FOLDER = Path('nowhere')\n")
+    return subprocess.Popen([sys.executable, "-c", start + code, *map(str, arguments)], text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env={**os.environ, "PYTHONPATH": path, **environment})
+
+
+def finish(process):
+    """Its standard output, when it has ended well."""
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return out
+
+
+idx_arrays = st.lists(st.integers(0, 4), max_size=4).flatmap(
+    lambda shape: st.binary(min_size=int(np.prod(shape)), max_size=int(np.prod(shape))).map(
+        lambda raw: np.frombuffer(raw, np.uint8).reshape(shape)))
+
+
+@given(idx_arrays, st.sampled_from([bytes, bytearray, memoryview]))
+def test_parse_idx_inverts_an_encoder(array, kind):
+    """Promise: any uint8 array comes back from its IDX bytes, as a copy. Catches: little-endian lengths, a
+    transposed or dropped axis, a header taken for data, an array that changes with the buffer."""
+    raw = bytearray(encode_idx(array))
+    got = data.parse_idx(kind(raw))
+    raw[:] = bytes(255 - byte for byte in raw)
+    assert got.dtype == np.uint8 and got.shape == array.shape
+    np.testing.assert_array_equal(got, array)
+    got[...] = 0  # raises if it is read-only
+
+
+@given(idx_arrays, st.binary(min_size=1, max_size=3))
+def test_parse_idx_refuses_every_truncation_and_extension(array, more):
+    """Promise: one byte too few or too many anywhere is a ValueError. Catches: a short read taken for a
+    smaller file, trailing bytes ignored, struct.error or IndexError from a short header."""
+    raw = encode_idx(array)
+    for length in range(len(raw)):
+        with pytest.raises(ValueError, match=f"got {length} bytes|got {length - 4 - 4 * array.ndim}"):
+            data.parse_idx(raw[:length])
+    with pytest.raises(ValueError, match=f"expected {array.size} bytes .* got {array.size + len(more)}"):
+        data.parse_idx(raw + more)
+
+
+def test_parse_idx_refuses_every_flipped_header_bit():
+    """Promise: no bit of the header can be wrong unnoticed. Catches: an unchecked zero byte, type or
+    length."""
+    raw = encode_idx(np.arange(6, dtype=np.uint8).reshape(2, 3) + 200)
+    for bit in range(8 * 12):
+        bad = bytearray(raw)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError):
+            data.parse_idx(bytes(bad))
+
+
+def test_parse_idx_example():
+    """Promise: the format's byte order and row order. Catches: the same mistake in encoder and parser."""
+    got = data.parse_idx(bytes.fromhex("00000803 00000002 00000002 00000002 0001020304050607"))
+    assert got.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    with pytest.raises(ValueError, match="1f 8b 08"):  # packed: the message lets one see it
+        data.parse_idx(gzip.compress(b"\0\0\x08\x01\0\0\0\x01\x05"))
+    with pytest.raises(ValueError):  # an array of 65 axes, which NumPy cannot hold
+        data.parse_idx(b"\0\0\x08\x41" + 65 * b"\0\0\0\x01" + b"\x05")
+
+
+@given(st.permutations(NAMES), st.lists(st.tuples(st.booleans(), st.sampled_from([".gz", ""]), st.booleans()),
+                                        min_size=4, max_size=4))
+def test_files_are_told_apart_by_their_first_bytes(names, forms):
+    """Promise: gzip or raw, under a name with or without .gz, with a dash or a dot, all load. Catches: trust
+    in the name's ending, a dotted name that is not looked for."""
+    with small_world() as folder:
+        for name, (packed, end, dotted) in zip(names, forms):
+            file = folder / ((name.replace("-idx", ".idx") if dotted else name) + end)
+            file.write_bytes((PACKED if packed else RAW)[name])
+        check_small(data.load_fashion_mnist(folder, download=False))
+
+
+def test_search_order():
+    """Promise: cache folder ($MINIJAX_DATA, else the user's), Debian's folder, the mirrors in their order;
+    and nothing but data_dir and the mirrors if data_dir is given. Catches: any other order, a variable that
+    is ignored, Debian's folder behind a given data_dir, a download although there was a copy."""
+    with small_world() as folder, pytest.MonkeyPatch.context() as patch, \
+            serve(good) as (first, first_heads), serve(good) as (second, second_heads):
+        def origin(data_dir=None, **options):
+            dataset = data.load_fashion_mnist(data_dir, mirrors=(first, second), **options)
+            check_small(dataset)
+            return dataset["origin"]
+
+        fill(folder / "debian")
+        fill(folder / "home/.cache/minijax")
+        fill(folder / "xdg/minijax")
+        fill(folder / "mine")
+        patch.chdir(folder)
+        patch.setenv("MINIJAX_DATA", "mine")  # relative to where we are
+        assert origin() == "Fashion-MNIST from mine"
+        patch.setenv("MINIJAX_DATA", "~/.cache/minijax")
+        assert origin() == f"Fashion-MNIST from {folder}/home/.cache/minijax"
+        patch.setenv("MINIJAX_DATA", "")
+        assert origin() == f"Fashion-MNIST from {folder}/xdg/minijax"
+        for ignored in "", "xdg":  # unset, or not absolute
+            patch.setenv("XDG_CACHE_HOME", ignored)
+            assert origin() == f"Fashion-MNIST from {folder}/home/.cache/minijax"
+        patch.delenv("XDG_CACHE_HOME")
+        assert origin() == f"Fashion-MNIST from {folder}/home/.cache/minijax"
+        shutil.rmtree(folder / "home/.cache")
+        assert origin() == f"Fashion-MNIST from {folder}/debian"
+        (folder / "given").mkdir()
+        patch.setenv("MINIJAX_DATA", "mine")
+        with pytest.raises(OSError, match=f"{folder}/given: .*train-images-idx3-ubyte"):
+            origin(str(folder / "given"), download=False)
+        assert not first_heads and not second_heads
+        assert origin(str(folder / "given")) == f"Fashion-MNIST from {first[:-1]} (now in {folder}/given)"
+        assert len(first_heads) == 4 and not second_heads
+        assert origin(folder / "given") == f"Fashion-MNIST from {folder}/given"  # found there from now on
+        assert len(first_heads) == 4
+        patch.setenv("MINIJAX_DATA", str(folder / "new/and/deep"))
+        shutil.rmtree(folder / "debian")
+        origin()
+        assert sorted(os.listdir(folder / "new/and/deep")) == sorted(f"{name}.gz" for name in NAMES)
+
+
+def test_each_file_comes_from_the_first_place_that_has_it():
+    """Promise: the search is file by file, and the origin names every source. Catches: a folder taken or left
+    as a whole, an origin that names one place only."""
+    with small_world() as folder:
+        fill(folder / "xdg/minijax", names=NAMES[:1])
+        fill(folder / "debian", names=NAMES[1:])
+        dataset = data.load_fashion_mnist(download=False)
+        check_small(dataset)
+        assert dataset["origin"] == f"Fashion-MNIST from {folder}/xdg/minijax, {folder}/debian"
+
+
+@pytest.mark.parametrize("bad", ["absent", "file", ""])
+def test_data_dir_must_exist(bad):
+    """Promise: a data_dir that is no folder is an OSError that names it. Catches: a typing mistake that
+    becomes a new folder with thirty megabytes in it, or that falls back to another place silently."""
+    with small_world() as folder, serve(good) as (mirror, heads):
+        fill(folder / "debian")
+        (folder / "file").write_bytes(b"")
+        given_dir = str(folder / bad) if bad else ""
+        with pytest.raises(OSError, match=f"must be a folder that exists, got '{given_dir}'"):
+            data.load_fashion_mnist(given_dir, mirrors=[mirror])
+        assert not heads and not (folder / "absent").exists()
+
+
+# A valid IDX archive of the right shape with one wrong pixel: only the hash can tell.
+IMPOSTOR = RAW[NAMES[0]][:5000] + bytes([RAW[NAMES[0]][5000] ^ 1]) + RAW[NAMES[0]][5001:]
+FIRST = PACKED[NAMES[0]]
+DAMAGED = {  # kind: (bytes, words of the reason)
+    "impostor": (gzip.compress(IMPOSTOR), r"content, 9424 bytes \(gzip\), expected 9424 with SHA-256"),
+    "impostor, raw": (IMPOSTOR, "9424 bytes .not gzip, .* expected 9424 with SHA-256"),
+    "longer": (gzip.compress(RAW[NAMES[0]] + bytes(9)), "more than 9424 bytes"),
+    "cut": (FIRST[:-5], "damaged gzip"), "no trailer": (FIRST[:-8], "damaged gzip"),
+    "half": (FIRST[:4000], "damaged gzip"), "rubbish behind": (FIRST + b"rubbish", "damaged gzip"),
+    "three bytes": (b"\x1f\x8b\x08", "damaged gzip"), "ten bytes": (FIRST[:10], "damaged gzip"),
+    "empty": (b"", "0 bytes .not gzip"), "page": (b"<!DOCTYPE html>", "not gzip, .*<!DOCTYPE html>"),
+    "another file": (PACKED[NAMES[2]], "5504 bytes .* expected 9424")}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_copy_is_reported_and_replaced(kind):
+    """Promise: what is not the right bytes is never used: a warning names it, the next place serves, and a
+    download replaces it; without one, the error names the file to delete. Catches: trust in a name, a size or
+    an IDX header; a half download that is trusted for ever; EOFError or zlib.error at the caller's."""
+    with small_world() as folder, serve(good) as (mirror, heads):
+        bad = fill(folder / "cache") / f"{NAMES[0]}.gz"
+        raw, reason = DAMAGED[kind]
+        bad.write_bytes(raw)
+        with pytest.warns(UserWarning, match=f"{bad}: .*{reason}.*delete it"), \
+                pytest.raises(OSError, match=f"{bad}: .*{reason}") as caught:
+            data.load_fashion_mnist(folder / "cache", download=False)
+        assert "holds none" not in str(caught.value) and bad.read_bytes() == raw
+        with pytest.warns(UserWarning, match=f"{bad}: "):
+            check_small(data.load_fashion_mnist(folder / "cache", mirrors=[mirror]))
+        assert len(heads) == 1 and bad.read_bytes() == PACKED[NAMES[0]]
+        check_small(data.load_fashion_mnist(folder / "cache", mirrors=[mirror]))  # now without a warning
+        bad.write_bytes(raw)
+        fill(folder / "cache", end="")  # a good copy under the other name
+        with pytest.warns(UserWarning, match=f"{bad}: "):
+            check_small(data.load_fashion_mnist(folder / "cache", download=False))
+
+
+@given(st.integers(0, len(PACKED[NAMES[1]]) - 1), st.integers(0, 255), st.booleans())
+@settings(max_examples=100)
+@pytest.mark.filterwarnings("ignore:.*delete it")
+def test_no_single_wrong_byte_gets_through(position, value, cut):
+    """Promise: an archive changed or cut at any byte either still holds the right bytes or is an OSError.
+    Catches: any exception of gzip, zlib or struct that is not converted, a checksum that is not compared."""
+    archive = bytearray(PACKED[NAMES[1]])
+    archive[position] = value
+    with small_world() as folder:
+        (fill(folder / "cache") / f"{NAMES[1]}.gz").write_bytes(archive[:position] if cut else archive)
+        try:
+            check_small(data.load_fashion_mnist(folder / "cache", download=False))
+        except OSError as error:
+            assert f"{NAMES[1]}.gz: " in str(error)
+
+
+def test_a_gzip_bomb_is_not_unpacked():
+    """Promise: no more than the expected size plus one byte is unpacked. Catches: gzip.decompress of
+    anything."""
+    member = gzip.compress(bytes(1 << 24), compresslevel=1)
+    with small_world() as folder:
+        (fill(folder / "cache") / f"{NAMES[0]}.gz").write_bytes(16 * member)  # 256 MiB in one MiB
+        tracemalloc.start()
+        with pytest.warns(UserWarning, match=f"more than {len(RAW[NAMES[0]])} bytes"), pytest.raises(OSError):
+            data.load_fashion_mnist(folder / "cache", download=False)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 8 << 20
+
+
+def test_wrongly_paired_files_are_refused():
+    """Promise: images and labels that do not belong together are a ValueError even if a hash table vouched
+    for them. Catches: a loader that trusts a changed table, labels outside the ten classes."""
+    for array, reason in (np.zeros(11, np.uint8), "12.*11"), (np.full(12, 10, np.uint8), "0..9"):
+        with small_world() as folder, pytest.MonkeyPatch.context() as patch:
+            raw = encode_idx(array)
+            patch.setitem(SMALL_FILES, NAMES[1], (len(raw), hashlib.sha256(raw).hexdigest()))
+            (fill(folder / "cache") / f"{NAMES[1]}.gz").write_bytes(raw)
+            with pytest.raises(ValueError, match=reason):
+                data.load_fashion_mnist(folder / "cache", download=False)
+
+
+def status(line, more=b""):
+    def reply(name, connection):
+        connection.sendall(b"HTTP/1.0 " + line + b"\r\n" + more + b"\r\n")
+    return reply
+
+
+def drip(part, pause, head=b"HTTP/1.0 200 OK\r\n\r\n"):
+    """Sends `head`, then `part` again and again with a pause between, for as long as somebody listens."""
+    def reply(name, connection):
+        connection.sendall(head)
+        with contextlib.suppress(OSError):
+            for _ in range(int(60 / pause)):
+                connection.sendall(part)
+                time.sleep(pause)
+    return reply
+
+
+def half_then_silent(name, connection):
+    body = PACKED[name.removesuffix(".gz")]
+    connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 99999\r\n\r\n" + body[:20])
+    connection.recv(1)  # until the client leaves
+
+
+def announced_more(name, connection):
+    body = PACKED[name.removesuffix(".gz")]
+    connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(body)) + body[:-9])
+
+
+def fast_then_slow(name, connection):
+    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + 9000 * b"x")
+    drip(b"x" * 20, 0.05, b"")(name, connection)
+
+
+FAULTS = {  # what mirrors do: (reply, words of the reason)
+    "forbidden": (status(b"403 Forbidden"), "403"),
+    "absent": (status(b"404 Not Found"), "404"),
+    "server error": (status(b"500 Oops"), "500"),
+    "redirected for ever": (status(b"302 Found", b"Location: /some/folder/again\r\n"), "redirect|302"),
+    "a page": (lambda name, connection: b"<!DOCTYPE html><html></html>", "not gzip.*DOCTYPE"),
+    "nothing": (lambda name, connection: b"", "0 bytes"),
+    "another dataset": (lambda name, connection: gzip.compress(IMPOSTOR), "SHA-256"),
+    "cut": (announced_more, "ended before"),
+    "hangs up": (lambda name, connection: None, "without response|closed|reset"),
+    "no HTTP": (lambda name, connection: connection.sendall(b"SSH-2.0-x\r\n"), "SSH-2.0"),
+    "bad chunks": (lambda name, connection: connection.sendall(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n"), "zzz|Incomplete|0 bytes"),
+    "silent": (lambda name, connection: connection.recv(1) and None, "silent for 0.5 s"),
+    "silent half-way": (half_then_silent, "silent for 0.5 s"),
+    "drips a header": (drip(b"X", 0.1, b"HTTP/1.0 200 OK\r\nX-Wait: "), "silent for 0.5 s"),
+    "drips the body": (drip(b"x", 0.1), "slower than 10000 bytes/s"),
+    "too slow": (drip(b"x" * 500, 0.1), "slower than 10000 bytes/s"),
+    "fast, then slow": (fast_then_slow, "slower than 1000 bytes/s"),
+    "endless": (drip(b"x" * 5000, 0.001), "sends more than"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_mirror_is_left_for_the_next(fault):
+    """Promise: whatever a mirror does, the next one is asked within a bounded time, only whole files are
+    kept, and, if no mirror is left, an OSError gives each address with its reason. Catches: a missing time
+    limit on the connection, the headers or the body, an exception type that nobody expected, a page saved as
+    .gz."""
+    reply, reason = FAULTS[fault]
+    limits = {"SILENT_SECONDS" if "silent" in reason else "SLOW_SECONDS": 0.5}
+    if "1000 " in reason:  # so low that the mean since the start would stay above it for long
+        limits["SLOW_BYTES_PER_SECOND"] = 1000
+    with small_world(**limits) as folder, serve(reply) as (bad, bad_heads), serve(good) as (mirror, heads):
+        start, others = time.monotonic(), set(threading.enumerate())
+        check_small(data.load_fashion_mnist(mirrors=[bad, mirror]))
+        assert time.monotonic() - start < 10
+        assert sorted(os.listdir(folder / "xdg/minijax")) == sorted(f"{name}.gz" for name in NAMES)
+        assert len(heads) == 4  # and the bad one was asked once only: the one that serves moved to the front
+        assert sum(f"GET /some/folder/{NAMES[0]}.gz " in head for head in bad_heads) == 1
+        assert not any(name in head for name in NAMES[1:] for head in bad_heads)
+        with pytest.raises(OSError, match=rf"{bad}{NAMES[0]}\.gz: .*({reason})"):
+            data.load_fashion_mnist(fill(folder / "other", names=NAMES[1:]), mirrors=[bad])
+        assert not (folder / "other" / f"{NAMES[0]}.gz").exists() and len(os.listdir(folder / "other")) == 3
+        while fault in ("silent", "endless") and any(
+                "(read)" in thread.name for thread in set(threading.enumerate()) - others):
+            assert time.monotonic() - start < 15, "the reading thread goes on and on"
+            time.sleep(0.05)
+
+
+def test_limits_and_places_are_the_documented_ones():
+    """Promise: 15 s of silence, 10 kB/s over 30 s; GitHub, Keras's copy, the dataset's own site, in this
+    order; the folder of Debian's package. Catches: a limit shortened for a test and kept, a wrong address."""
+    assert (data.SILENT_SECONDS, data.SLOW_SECONDS, data.SLOW_BYTES_PER_SECOND) == (15, 30, 10_000)
+    assert 60 <= data.LEFTOVER_SECONDS <= 3600  # longer than a write takes, short enough not to pile up
+    assert str(data.DEBIAN_FOLDER) == "/usr/share/datasets/fashion-mnist"
+    github, keras, own = data.MIRRORS
+    assert github.startswith("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/")
+    assert github.endswith("/data/fashion/")
+    assert keras == "https://storage.googleapis.com/tensorflow/tf-keras-datasets/"
+    assert own == "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+
+
+def test_an_abandoned_mirror_does_not_keep_the_process_alive():
+    """Promise: after the error the program ends. Catches: a reading thread that is waited for at exit."""
+    code = """
+data.SILENT_SECONDS = 0.3
+try:
+    data.load_fashion_mnist(mirrors=sys.argv[1])
+except OSError as error:
+    print(error)
+"""
+    start = time.monotonic()
+    with small_world(), serve(FAULTS["drips a header"][0]) as (mirror, heads):
+        assert f"{mirror}{NAMES[0]}.gz: silent for 0.3 s" in finish(child(code, mirror))
+        assert time.monotonic() - start < 30  # the drip goes on for a minute
+
+
+@pytest.mark.parametrize("mirror, reason", [
+    ("http://127.0.0.1:{port}/", "refused"), ("ftps://x/", "unknown url type"), ("x", "unknown url type"),
+    ("http://[/", "."), ("http://127.0.0.1:port/", "port"), ("http://a b/", "."),
+    (f"http://{300 * 'x'}/", ".")])
+def test_a_mirror_that_is_no_address_is_left_for_the_next(mirror, reason):
+    """Promise: nobody at the address, or no address at all, is a reason like others. Catches: InvalidURL,
+    UnicodeError and the like at the caller's."""
+    with socket.socket() as nobody, small_world() as folder, serve(good) as (working, heads):
+        nobody.bind(("127.0.0.1", 0))  # bound, but it does not listen
+        mirror = mirror.format(port=nobody.getsockname()[1])
+        with pytest.raises(OSError, match=rf"{NAMES[0]}\.gz: .*{reason}"):
+            data.load_fashion_mnist(mirrors=mirror)  # a string counts as one mirror
+        check_small(data.load_fashion_mnist(mirrors=(mirror, working.rstrip("/"))))  # slash or no slash
+
+
+def test_a_slow_mirror_that_is_fast_enough_is_waited_for():
+    """Promise: only silence and less than the named rate end a download, not its length. Catches: a limit on
+    the whole download, a rate counted from the wrong start."""
+    def reply(name, connection):
+        body = PACKED[name.removesuffix(".gz")]
+        connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+        for start in range(0, len(body), 1000):
+            connection.sendall(body[start:start + 1000])
+            time.sleep(0.14 if name == f"{NAMES[0]}.gz" else 0)
+
+    limits = {"SILENT_SECONDS": 1.0, "SLOW_SECONDS": 0.2, "SLOW_BYTES_PER_SECOND": 1000}
+    with small_world(**limits), serve(reply) as (mirror, heads):
+        check_small(data.load_fashion_mnist(mirrors=[mirror]))
+
+
+def test_client_name_is_not_the_default_one():
+    """Promise: hosts that refuse urllib's own name serve us. Catches: a request without a User-Agent."""
+    with small_world(), serve(good) as (mirror, heads):
+        data.load_fashion_mnist(mirrors=[mirror])
+        for head in heads:
+            name, = [line for line in head.lower().split("\r\n") if line.startswith("user-agent:")]
+            assert "urllib" not in name
+        assert len(heads) == 4
+
+
+def test_progress_is_shown_on_a_terminal_only(capsys):
+    """Promise: megabytes on a terminal, not a byte in a log file. Catches: a progress bar in every log."""
+    with small_world() as folder, serve(good) as (mirror, heads):
+        data.load_fashion_mnist(mirrors=[mirror])
+        assert capsys.readouterr() == ("", "")
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            shutil.rmtree(folder / "xdg")
+            data.load_fashion_mnist(mirrors=[mirror])
+        assert f"{mirror}{NAMES[0]}.gz" in terminal.getvalue() and " MB" in terminal.getvalue()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stderr", None)  # as in a program without a console
+            shutil.rmtree(folder / "xdg")
+            data.load_fashion_mnist(mirrors=[mirror])
+        assert terminal.getvalue().endswith("\n") and capsys.readouterr() == ("", "")
+
+
+def test_the_error_lists_every_place_and_the_remedies():
+    """Promise: if nothing serves, the error names every place tried with its reason, and what helps. Catches:
+    a place that is passed over silently, an error that leaves one alone."""
+    forbidden, absent = serve(status(b"403 No")), serve(status(b"404 No"))
+    with small_world() as folder, forbidden as (first, _), absent as (second, _):
+        with pytest.raises(OSError) as caught:
+            data.load_fashion_mnist(mirrors=[first, second])
+        message = str(caught.value)
+        for part in (f"{folder}/xdg/minijax: ", f"{folder}/debian: ",
+                     f"{first}{NAMES[0]}.gz: HTTPError: HTTP Error 403",
+                     f"{second}{NAMES[0]}.gz: HTTPError: HTTP Error 404", "apt install dataset-fashion-mnist",
+                     "--data-dir", "--dataset synthetic"):
+            assert part in message
+        with pytest.raises(OSError, match="mirrors: none to ask"):
+            data.load_fashion_mnist(download=False)
+
+
+def test_a_failed_write_leaves_nothing_and_says_where():
+    """Promise: a full disk is an OSError that names the folder, and leaves no temporary file. Catches:
+    cleaning up only after success, a partial file under the final name."""
+    def full(path, raw):
+        with open(path, "wb") as file:
+            file.write(raw[:10])
+        raise OSError(28, "No space left on device", str(path))
+
+    with small_world() as folder, serve(good) as (mirror, heads), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match=f"No space left on device.*{folder}/xdg/minijax"):
+            data.load_fashion_mnist(mirrors=[mirror])
+        assert os.listdir(folder / "xdg/minijax") == []
+
+
+def test_leftovers_of_killed_processes_are_removed():
+    """Promise: temporary files do not pile up: old ones go at the next download, young ones (another
+    process's) stay. Catches: no cleaning, cleaning that destroys the download of a neighbour, or other
+    files."""
+    with small_world() as folder, serve(good) as (mirror, heads):
+        cache = folder / "cache"
+        cache.mkdir()
+        code = ("os.replace = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
+                "data.load_fashion_mnist(sys.argv[1], mirrors=[sys.argv[2]])")
+        killed = child(code, cache, mirror)
+        killed.communicate(timeout=100)
+        assert killed.returncode == -signal.SIGKILL  # between write and rename
+        left, = os.listdir(cache)
+        assert left.startswith(f"{NAMES[0]}.gz.") and left.endswith(".tmp")
+        stranger = cache / "notes.tmp"
+        stranger.write_bytes(b"")
+        os.utime(stranger, (1, 1))
+        (cache / f"{NAMES[0]}.gz.gone.tmp").symlink_to("nowhere")  # as if a neighbour had just removed it
+        with pytest.MonkeyPatch.context() as patch:
+            later = time.time() + 1e6  # our clock is wrong against the disk's
+            patch.setattr(time, "time", lambda: later)
+            check_small(data.load_fashion_mnist(cache, mirrors=[mirror]))
+        (cache / f"{NAMES[0]}.gz.gone.tmp").unlink()
+        assert (cache / left).exists()  # young: its process may live
+        (cache / f"{NAMES[0]}.gz").unlink()
+        os.utime(cache / left, (time.time() - 400, time.time() - 400))
+        check_small(data.load_fashion_mnist(cache, mirrors=[mirror]))
+        assert sorted(os.listdir(cache)) == sorted([f"{name}.gz" for name in NAMES] + ["notes.tmp"])
+
+
+def test_four_processes_at_once_and_kills_at_any_moment():
+    """Promise: processes that fill the same empty cache at the same time all succeed and leave the four files
+    alone; one killed at any moment leaves nothing wrong under a final name. Catches: a shared temporary name,
+    mkdir without exist_ok, writing under the final name, a cleaning that stumbles over a neighbour."""
+    def slow(name, connection):
+        body = PACKED[name.removesuffix(".gz")]
+        connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 1500):
+            connection.sendall(body[start:start + 1500])
+            time.sleep(0.01)
+
+    code = """
+killed, shared, mirror = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+
+def start(**options):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            data.load_fashion_mnist(mirrors=[mirror], **options)
+            os._exit(0)
+        finally:  # with an error
+            os._exit(1)
+    return pid
+
+for trial in range(20):
+    pid = start(data_dir=killed)
+    time.sleep(random.Random(trial).uniform(0, 0.25))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    for name, (size, sha256) in data.FILES.items():
+        if (killed / f"{name}.gz").exists():
+            raw = gzip.decompress((killed / f"{name}.gz").read_bytes())
+            assert hashlib.sha256(raw).hexdigest() == sha256
+            if trial % 3 == 0:
+                (killed / f"{name}.gz").unlink()
+data.load_fashion_mnist(killed, mirrors=[mirror])
+
+os.environ["MINIJAX_DATA"] = str(shared)
+replace = os.replace
+os.replace = lambda *paths: (time.sleep(0.02), replace(*paths))  # so that they meet between write and rename
+pids = [start() for _ in range(4)]
+assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0, 0]
+"""
+    with small_world() as folder, serve(slow) as (mirror, heads):
+        (folder / "killed").mkdir()
+        shared = folder / "not/yet/there"
+        finish(child(code, folder / "killed", shared, mirror))
+        for cache in folder / "killed", shared:
+            check_small(data.load_fashion_mnist(cache, download=False))
+        assert sorted(os.listdir(shared)) == sorted(f"{name}.gz" for name in NAMES)
+
+
+def test_a_complete_read_only_cache_is_enough():
+    """Promise: an ordinary user loads from a folder that only others can write, and where files are missing
+    the error names the folder before anything is fetched. Catches: a mkdir, lock or write on the way, a
+    download that is thrown away afterwards."""
+    code = """
+if os.getuid() == 0:  # to whom modes mean nothing
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+for folder in sys.argv[2:]:
+    try:
+        print(data.load_fashion_mnist(folder, mirrors=[sys.argv[1]])["train"]["image"].shape)
+    except OSError as error:
+        print(json.dumps(str(error)))
+"""
+    with small_world() as folder, serve(good) as (mirror, heads):
+        folder.chmod(0o755)
+        whole, part = fill(folder / "whole"), fill(folder / "part", names=NAMES[1:])
+        for cache in whole, part:
+            cache.chmod(0o555)
+        try:
+            first, second = finish(child(code, mirror, whole, part)).splitlines()
+        finally:
+            for cache in whole, part:
+                cache.chmod(0o755)
+        assert first == "(12, 28, 28)"
+        assert f"{part}, which would keep the file, is not writable" in second and not heads
+
+
+REAL = next((str(folder) for folder in (data.DEBIAN_FOLDER,) if folder.is_dir()), None)
+
+
+@pytest.mark.skipif(REAL is None, reason="needs the Debian package dataset-fashion-mnist")
+def test_the_real_files():
+    """Promise: the real data loads, is balanced and is what the world knows. Catches: a wrong hash or size in
+    the table, swapped files or axes."""
+    assert [size for size, _ in data.FILES.values()] == [16 + 60000 * 784, 8 + 60000, 16 + 10000 * 784, 10008]
+    dataset = data.load_fashion_mnist(REAL, download=False)
+    for part, count in ("train", 6000), ("test", 1000):
+        assert dataset[part]["image"].shape == (10 * count, 28, 28)
+        assert np.bincount(dataset[part]["label"]).tolist() == 10 * [count]
+    train = dataset["train"]
+    assert [data.CLASS_NAMES[label] for label in train["label"][:4]] == [
+        "Ankle boot", "T-shirt/top", "T-shirt/top", "Dress"]
+    assert np.mean(train["image"] / 255.0) == pytest.approx(0.2860, abs=5e-5)  # as everybody quotes
+    assert np.std(train["image"] / 255.0) == pytest.approx(0.3530, abs=5e-5)
+
+
+def test_data_main(capsys):
+    """Promise: `python data.py` shows origin, counts and images; a user's mistake is one line and exit status
+    1. Catches: a traceback, a count of the wrong part, an image upside down."""
+    with small_world() as folder:
+        data.main(["--data-dir", str(fill(folder / "cache"))])
+        out = capsys.readouterr().out
+        assert f"Fashion-MNIST from {folder}/cache" in out
+        for label, name in enumerate(data.CLASS_NAMES):
+            train, test = (int(np.sum(SMALL[labels] == label)) for labels in NAMES[1::2])
+            assert f"{name:12}{train:8}{test:8}\n" in out
+        assert f"{'all':12}{12:8}{7:8}\n" in out
+        pictures = out.split("all")[1].split("\n\n")[1:]
+        assert [picture.splitlines()[0] for picture in pictures] == [
+            f"{data.CLASS_NAMES[label]}:" for label in SMALL[NAMES[1]][:4]]
+        for picture, image in zip(pictures, SMALL[NAMES[0]]):
+            rows = picture.splitlines()[1:]
+            assert len(rows) == 14
+            for row, pixels in zip(rows, image[::2]):
+                assert row == "".join(" .:-=+*%#@"[pixel * 10 // 260] for pixel in pixels.tolist()).rstrip()
+        with pytest.raises(SystemExit) as caught:
+            data.main(["--data-dir", str(folder / "absent")])
+        assert caught.value.code == f"data.py: data_dir must be a folder that exists, got '{folder}/absent'"
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
+            patch.setattr(data, "load_fashion_mnist", lambda folder: signal.raise_signal(signal.SIGINT))
+            data.main([])
+        assert caught.value.code == "data.py: interrupted"
+
+
+def test_data_works_alone_without_a_device():
+    """Promise: the file imports and works in an empty folder, and neither importing it nor its main() touches
+    a device. Catches: an import of a sibling, a module-level jnp array."""
+    with small_world() as folder:
+        shutil.copy(data.__file__, folder)
+        code = ("import data; data.FILES = " + repr(SMALL_FILES) + "; data.main(['--data-dir', 'cache']);"
+                "d = data.load_fashion_mnist('cache'); "
+                "print(*[b['image'].shape for b in data.stack(data.batches(d['train'], 4, seed=0), 2)])")
+        fill(folder / "cache")
+        options = {"cwd": folder, "capture_output": True, "text": True, "timeout": 100,
+                   "env": {**os.environ, "PYTHONPATH": "", "JAX_PLATFORMS": "none_such"}}
+        result = subprocess.run([sys.executable, "-c", code], **options)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.endswith("(2, 4, 28, 28) (1, 4, 28, 28)\n")
+        result = subprocess.run([sys.executable, "data.py", "--data-dir", "absent"], **options)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr == "data.py: data_dir must be a folder that exists, got 'absent'\n"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# data.py: arrays and batches
+# ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([(), (1,), (5,), (0,), (3, 2)]), st.integers(0, 2**32 - 1))
+def test_preprocess_is_pixel_over_255_in_float32(leading, seed):
+    """Promise: NumPy gives the float32 nearest to pixel / 255, whatever the leading axes, row-major, and
+    leaves its input alone. Catches: uint8 arithmetic, divisor 256, float64, a transposed or merged axis."""
+    images = np.random.default_rng(seed).integers(0, 256, (*leading, 28, 28)).astype(np.uint8)
+    images.flags.writeable = False
+    got = data.preprocess(images)
+    assert isinstance(got, np.ndarray) and got.dtype == np.float32 and got.shape == (*leading, 784)
+    right = (images.astype(np.float64) / 255).astype(np.float32)
+    np.testing.assert_array_equal(got, right.reshape(*leading, 784))
+
+
+def test_preprocess_under_jax():
+    """Promise: the same numbers (within the last bit, since a compiler may divide differently) from a JAX
+    array, under jit, under vmap and for a stack. Catches: NumPy calls on a tracer, float64 under x64, lost
+    axes."""
+    every = np.arange(4 * 784, dtype=np.int64).astype(np.uint8).reshape(2, 2, 28, 28)  # all 256 values
+    right = (every.astype(np.float64) / 255).astype(np.float32).reshape(2, 2, 784)
+    for function in (data.preprocess, jax.jit(data.preprocess), jax.vmap(data.preprocess),
+                     jax.jit(jax.vmap(jax.vmap(data.preprocess)))):
+        got = function(jnp.asarray(every))
+        assert isinstance(got, jax.Array) and got.dtype == jnp.float32
+        np.testing.assert_array_max_ulp(np.asarray(got), right, maxulp=1)
+        assert got.min() == 0 and got.max() == 1
+    with jax.enable_x64(True):
+        assert jax.eval_shape(data.preprocess, every).dtype == jnp.float32
+    np.testing.assert_allclose(data.preprocess(every)[0, 0, [0, 1, 128, 255]],
+                               [0, 0.003921569, 0.50196081, 1], rtol=1e-7)
+
+
+@pytest.mark.parametrize("images", [
+    np.zeros((2, 28, 28), np.float32), np.zeros((2, 28, 28), np.int32), np.zeros((2, 28, 28), np.int8),
+    np.zeros((2, 784), np.uint8), np.zeros((28, 28, 1), np.uint8), np.zeros(28, np.uint8), [[1, 2]], None])
+def test_preprocess_refuses_what_is_not_images(images):
+    """Promise: a ValueError that names what came, also while tracing. Catches: preprocessing twice, flat or
+    channel-last images, int8 that has wrapped round."""
+    name = str(getattr(images, "dtype", type(images).__name__))
+    with pytest.raises(ValueError, match=rf"uint8 \[..., 28, 28\], got .*{name}"):
+        data.preprocess(images)
+    if isinstance(images, np.ndarray):
+        with pytest.raises(ValueError, match=name):
+            jax.eval_shape(data.preprocess, images)
+
+
+def test_synthetic_is_a_pure_function_of_its_seed():
+    """Promise: same seed, same arrays, whatever NumPy's global generator; another seed, other arrays; the
+    test part does not depend on the size of the training part; structure, balance and origin as promised.
+    Catches: global random state, one stream for all, a test set that is a copy of training images."""
+    np.random.seed(1)
+    first = data.synthetic(3, 205, 50)
+    np.random.seed(2)
+    again, other_size = data.synthetic(np.int64(3), 205, 50), data.synthetic(3, 31, 50)
+    for key in "image", "label":
+        np.testing.assert_array_equal(first["train"][key], again["train"][key])
+        np.testing.assert_array_equal(first["test"][key], again["test"][key])
+        np.testing.assert_array_equal(first["test"][key], other_size["test"][key])
+    assert set(first) == {"train", "test", "origin"}
+    assert "made up" in first["origin"] and "seed 3" in first["origin"]
+    for part, count in ("train", 205), ("test", 50):
+        assert set(first[part]) == {"image", "label"}
+        assert first[part]["image"].shape == (count, 28, 28) and first[part]["image"].dtype == np.uint8
+        assert first[part]["label"].shape == (count,) and first[part]["label"].dtype == np.uint8
+        counts = np.bincount(first[part]["label"], minlength=10)
+        assert len(counts) == 10 and counts.max() - counts.min() <= 1
+        assert not np.array_equal(first[part]["label"], np.arange(count) % 10)  # shuffled
+        assert not np.array_equal(first[part]["image"], data.synthetic(4, 205, 50)[part]["image"])
+    twins = data.synthetic(3, 50, 50)
+    assert len({image.tobytes() for part in ("train", "test") for image in twins[part]["image"]}) == 100
+    for bad in (-1, 5, 5), (1.5, 5, 5), ("1", 5, 5), (1, 0, 5), (1, 5, 0), (1, 5, 2.0):
+        with pytest.raises(ValueError, match="must be an integer of at least"):
+            data.synthetic(*bad)
+
+
+def test_synthetic_is_learnable_but_not_trivial():
+    """Promise: a linear classifier, fitted by least squares, gets most of it right, and not all. Catches:
+    labels that have nothing to do with the images, noise that drowns them, a test set from other patterns."""
+    made_up = data.synthetic(0, 2000, 1000)
+    other = data.synthetic(1, 10, 1000)["test"]
+
+    def features(images):  # a mean per block, [n, 49]
+        return images.reshape(-1, 7, 4, 7, 4).mean(axis=(2, 4)).reshape(-1, 49) / 255 - 0.5
+
+    targets = np.eye(10)[made_up["train"]["label"]] - 0.1
+    weights = np.linalg.lstsq(features(made_up["train"]["image"]), targets, rcond=None)[0]  # [49, 10]
+    accuracy, accuracy_elsewhere = (
+        np.mean(np.argmax(features(part["image"]) @ weights, axis=1) == part["label"])
+        for part in (made_up["test"], other))
+    assert accuracy_elsewhere < 0.4  # another seed has other patterns
+    assert 0.75 < accuracy < 0.99
+
+
+def numbered(count, dtype=np.uint8, side=2):
+    """A dataset whose example i shows the number i + 1 everywhere, so that no row looks like padding."""
+    image = np.broadcast_to(np.arange(1, count + 1, dtype=dtype)[:, None, None], (count, side, side)).copy()
+    return {"image": image, "label": (np.arange(count) * 7 % 10).astype(np.uint8)}
+
+
+def rows(items):
+    """The numbers (as in `numbered`) of the real examples in batches, in order."""
+    return np.concatenate([batch["image"][batch["mask"]][:, 0, 0] for batch in items] or [[]]).astype(int) - 1
+
+
+@given(st.integers(1, 40), st.integers(1, 45), st.sampled_from([None, 0, 1, 2**40]), st.integers(0, 3),
+       st.sampled_from(["drop", "pad"]), st.sampled_from([np.uint8, np.float32]))
+@settings(max_examples=200)
+def test_batches_cover_each_example_exactly_once(count, batch_size, seed, epoch, remainder, dtype):
+    """Promise: all batches have one shape and the dataset's dtypes; together they hold each example once,
+    with its own label; "drop" leaves out less than a batch, "pad" leaves out none and fills up with zeros
+    under a False mask. Catches: a ragged last batch, sampling with replacement, images and labels shuffled
+    apart, padding counted as data, an off-by-one at a multiple of the batch size."""
+    dataset = numbered(count, dtype)
+    options = {"seed": seed, "epoch": epoch, "remainder": remainder}
+    for key, default in ("seed", None), ("epoch", 0), ("remainder", "drop"):
+        if options[key] == default:  # then leave it out
+            del options[key]
+    if remainder == "drop" and batch_size > count:
+        with pytest.raises(ValueError, match=f"{batch_size} .* {count} examples"):
+            data.batches(dataset, batch_size, **options)
+        return
+    items = list(data.batches(dataset, batch_size, **options))
+    assert len(items) == (count // batch_size if remainder == "drop" else -(-count // batch_size))
+    for batch in items:
+        assert set(batch) == {"image", "label", "mask"}
+        assert batch["image"].shape == (batch_size, 2, 2) and batch["image"].dtype == dtype
+        assert batch["label"].shape == (batch_size,) and batch["label"].dtype == np.uint8
+        assert batch["mask"].shape == (batch_size,) and batch["mask"].dtype == bool
+        assert not batch["image"][~batch["mask"]].any() and not batch["label"][~batch["mask"]].any()
+        np.testing.assert_array_equal(batch["mask"], np.sort(batch["mask"])[::-1])  # padding comes last
+        np.testing.assert_array_equal(batch["label"][batch["mask"]], rows([batch]) * 7 % 10)
+    assert all(batch["mask"].all() for batch in items[:-1]) and items[-1]["mask"].any()
+    order = rows(items)
+    left_out = count % batch_size if remainder == "drop" else 0
+    assert len(set(order)) == len(order) == count - left_out
+    if seed is None:
+        np.testing.assert_array_equal(order, np.arange(len(order)))
+
+
+@given(st.integers(0, 2**70), st.integers(0, 1000))
+def test_order_is_a_pure_function_of_seed_and_epoch(seed, epoch):
+    """Promise: the order depends on seed and epoch and on nothing else, and on both of them. Catches: epoch
+    0's order replayed after a resume, seed + epoch for a seed, global random state, an order that changes
+    with the batch size or the remainder."""
+    dataset = numbered(60)
+    order = rows(data.batches(dataset, 7, seed=seed, epoch=epoch, remainder="pad"))
+    np.random.seed(epoch)
+    np.testing.assert_array_equal(order, rows(data.batches(dataset, 60, seed=seed, epoch=epoch)))
+    np.testing.assert_array_equal(order[:56], rows(data.batches(dataset, 7, seed=seed, epoch=epoch)))
+    resumed = itertools.islice(data.batches(dataset, 7, seed=np.uint64(seed % 2**64), epoch=epoch), 3, None)
+    if seed < 2**64:
+        np.testing.assert_array_equal(order[21:56], rows(resumed))
+    for other in (seed + 1, epoch), (seed, epoch + 1), (seed + 1, max(epoch - 1, 0)), (epoch, seed):
+        if other != (seed, epoch):
+            assert not np.array_equal(order, rows(data.batches(dataset, 60, seed=other[0], epoch=other[1])))
+
+
+def test_order_on_every_platform():
+    """Promise: this very order, on any machine and with any NumPy, so that a checkpoint resumes elsewhere.
+    Catches: a generator whose stream NumPy does not keep, an unstable sort, a change without notice."""
+    for (seed, epoch), order in {(0, 0): [0, 8, 9, 3, 7, 5, 1, 2, 6, 4],
+                                 (0, 1): [3, 7, 4, 2, 9, 8, 1, 6, 5, 0],
+                                 (1, 0): [2, 0, 1, 4, 5, 6, 7, 8, 3, 9],
+                                 (2**40, 7): [2, 7, 4, 1, 6, 8, 5, 9, 0, 3]}.items():
+        assert rows(data.batches(numbered(10), 10, seed=seed, epoch=epoch)).tolist() == order
+    assert rows(data.batches(numbered(10), 10, seed=0)).tolist()[:3] == [0, 8, 9]  # epoch 0 by default
+
+
+def test_order_is_uniform():
+    """Promise: every example is as likely at every place. Catches: a biased shuffle (chance of a false alarm,
+    were the seeds not fixed: below 1e-5)."""
+    orders = np.array([rows(data.batches(numbered(5), 5, seed=1, epoch=epoch)) for epoch in range(2000)])
+    counts = np.array([np.bincount(orders[:, place], minlength=5) for place in range(5)])
+    assert np.abs(counts - 400).max() < 5 * np.sqrt(2000 * 0.2 * 0.8)
+    before = [order[np.argmax(order == 2) - 1] for order in orders if order[0] != 2]  # neighbours too
+    assert abs(np.mean(np.equal(before, 1)) - 0.25) < 0.05
+
+
+GOOD_LABELS = np.zeros(4, np.uint8)
+
+
+@pytest.mark.parametrize("change, reason", [
+    ({"batch_size": 0}, "batch_size.*at least 1, got 0"), ({"batch_size": -1}, "batch_size"),
+    ({"batch_size": 2.0}, "batch_size.*got 2.0"), ({"batch_size": None}, "batch_size"),
+    ({"seed": -1}, "seed.*at least 0"), ({"seed": 0.5}, "seed"), ({"seed": "x"}, "seed"),
+    ({"epoch": -1}, "epoch"), ({"epoch": 1.0}, "epoch"), ({"epoch": None}, "epoch"),
+    ({"remainder": "keep"}, "'drop' or 'pad', got 'keep'"), ({"remainder": None}, "remainder"),
+    ({"batch_size": 5}, "batch_size 5 .* 4 examples"),
+    ({"label": GOOD_LABELS[:3]}, r"\(4, 2, 2\) and \(3,\)"), ({"label": GOOD_LABELS[:, None]}, r"\(4, 1\)"),
+    ({"label": np.uint8(3)}, r"\(\)"), ({"label": np.zeros(4)}, "integers in 0..9, got float64"),
+    ({"label": np.zeros(4, bool)}, "integers in 0..9, got bool"), ({"label": list("abcd")}, "'a' 'd'"),
+    ({"label": [0, 9, 10, 0]}, r"in 0..9, got int64, .*0 10\]"),
+    ({"label": [0, -1, 9, 0]}, r"in 0..9, got int64, .*-1 +9\]"),
+    ({"label": GOOD_LABELS[:0], "image": np.zeros((0, 2, 2))}, "n > 0"),
+    ({"image": np.uint8(0)}, "n > 0"), ({"image": np.uint8(0), "label": np.uint8(0)}, "n > 0"),
+    ({"whole": True}, "hold 'image' and 'label', got .*'origin'")])
+def test_batches_refuses_bad_arguments_at_the_call(change, reason):
+    """Promise: a ValueError that names what was given, at the call, before any item is asked for. Catches:
+    checks inside the generator, labels outside 0..9, no batch at all where one is expected."""
+    dataset = {"image": np.zeros((4, 2, 2)), "label": GOOD_LABELS}
+    dataset.update({key: change[key] for key in ("image", "label") if key in change})
+    options = {"batch_size": 2, "seed": 0, "epoch": 0, "remainder": "drop"}
+    options.update({key: change[key] for key in options if key in change})
+    with pytest.raises(ValueError, match=reason):
+        data.batches({"train": dataset, "origin": "x"} if "whole" in change else dataset, **options)
+    greatest = {"image": np.zeros((4, 2, 2)), "label": GOOD_LABELS + 9}
+    assert len(list(data.batches(greatest, np.uint8(4), seed=np.int32(1), epoch=np.int64(2)))) == 1  # is good
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 0}, {"remainder": "pad"}])
+def test_batches_are_copies(options):
+    """Promise: a batch can be kept, and changed, without touching another batch or the dataset; read-only and
+    JAX arrays serve as datasets. Catches: views of the dataset, one buffer that is filled again."""
+    dataset = numbered(10)
+    kept = list(data.batches(dataset, 4, **options))
+    before = [{key: value.copy() for key, value in batch.items()} for batch in kept]
+    for key in "image", "label":
+        kept[0][key][...] = 99
+    for batch, old in zip(kept[1:], before[1:]):
+        for key in batch:
+            np.testing.assert_array_equal(batch[key], old[key])
+    for key, value in numbered(10).items():
+        np.testing.assert_array_equal(dataset[key], value)
+        dataset[key].flags.writeable = False
+    for form in dataset, {key: jnp.asarray(value) for key, value in dataset.items()}:
+        for batch, old in zip(data.batches(form, 4, **options), before, strict=True):
+            for key in batch:
+                assert type(batch[key]) is np.ndarray
+                np.testing.assert_array_equal(batch[key], old[key])
+
+
+@given(st.integers(0, 12), st.integers(1, 5))
+def test_stack_puts_steps_in_front(count, steps):
+    """Promise: stacks of `steps` items, the last one shorter, nothing lost, nothing read ahead, any pytree.
+    Catches: a dropped last stack, an endless empty one, a wrong axis, a source drained at once."""
+    pulled = []
+
+    def source():
+        for i in range(count):
+            pulled.append(i)
+            yield {"a": np.full((2, 3), i, np.uint8), "b": (np.float32(i), [np.array([i % 2 == 0])])}
+
+    assert len(list(data.stack([np.zeros(3)] * count, steps))) == -(-count // steps)  # a list will do
+    items = []
+    for stacked in data.stack(source(), steps):
+        items.append(stacked)
+        assert len(pulled) == min(count, steps * len(items))
+    assert [len(item["a"]) for item in items] == [min(steps, count - i) for i in range(0, count, steps)]
+    for item, start in zip(items, range(0, count, steps)):
+        numbers = np.arange(start, start + len(item["a"]))
+        np.testing.assert_array_equal(item["a"], numbers[:, None, None] + np.zeros((1, 2, 3)))
+        assert [leaf.dtype for leaf in jax.tree.leaves(item)] == [np.uint8, np.float32, bool]
+        np.testing.assert_array_equal(item["b"][0], numbers)
+        np.testing.assert_array_equal(item["b"][1][0], numbers[:, None] % 2 == 0)
+
+
+def test_stack_and_to_device_refuse_bad_arguments_at_the_call():
+    """Promise: ValueError, or TypeError for what is no iterable, at the call. Catches: checks in the
+    generator."""
+    for steps in 0, -1, 1.0, None, "2":
+        with pytest.raises(ValueError, match="steps must be an integer of at least 1"):
+            data.stack([], steps)
+    for size in -1, 1.5, None:
+        with pytest.raises(ValueError, match="size must be an integer of at least 0"):
+            data.to_device([], size=size)
+    for function in lambda: data.stack(3, 1), lambda: data.to_device(3):
+        with pytest.raises(TypeError):
+            function()
+
+
+@given(st.integers(0, 6), st.integers(0, 4))
+def test_to_device_works_ahead(count, size):
+    """Promise: the same pytrees as JAX arrays, in order; while item i is in use, items i+1 .. i+size have
+    been read and placed, and no more. Catches: no prefetch, a source drained at once, an item lost at either
+    end."""
+    pulled = []
+
+    def source():
+        for i in range(count):
+            pulled.append(i)
+            yield {"a": np.full((2, 3), i, np.uint8), "b": (np.array([i]) > 2, jnp.float32(i)),
+                   "key": jax.random.key(i)}  # JAX arrays pass through, even one that NumPy cannot hold
+
+    items = data.to_device(source(), size=size)
+    assert not pulled
+    for i, item in enumerate(items):
+        assert len(pulled) == min(count, i + 1 + size)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(item))
+        assert item["a"].dtype == jnp.uint8 and item["b"][0].dtype == bool
+        np.testing.assert_array_equal(item["a"], np.full((2, 3), i))
+        assert item["b"][0].item() == (i > 2) and item["b"][1] == i and item["key"] == jax.random.key(i)
+    assert len(pulled) == count and next(items, "end") == "end"
+    pulled.clear()
+    next(data.to_device(source()), None)
+    assert len(pulled) == min(count, 3)  # two ahead, if nothing is said
+
+
+def test_to_device_yields_what_never_changes():
+    """Promise: a source may refill its buffer as soon as it is asked for the next item. Catches: NumPy memory
+    that JAX aliases (it does so on a CPU for aligned memory, hence several sizes and offsets)."""
+    for side in 1, 64, 1024:
+        memory = np.zeros(side * side * 4 + 64, np.uint8)
+        for offset in range(0, 64, 16):
+            start = (offset - memory.ctypes.data) % 64
+            buffer = memory[start:start + 4 * side * side].view(np.float32).reshape(side, side)
+
+            def source():
+                for i in range(5):
+                    buffer[...] = i
+                    yield {"x": buffer}
+                buffer[...] = -1
+
+            for i, item in enumerate(list(data.to_device(source()))):
+                np.testing.assert_array_equal(item["x"], np.full((side, side), i))
+
+
+@pytest.mark.parametrize("size", [0, 2, 9])
+def test_to_device_raises_a_source_s_error_in_its_turn(size):
+    """Promise: the items before an error all arrive, then the error itself, then the end. Catches: good
+    batches lost because the error was met while working ahead, an error swallowed or wrapped."""
+    problem = KeyError("row 3")
+
+    def source():
+        yield from (np.array([i]) for i in range(3))
+        raise problem
+
+    items = data.to_device(source(), size=size)
+    assert [int(next(items)[0]) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError) as caught:
+        next(items)
+    assert caught.value is problem and next(items, "end") == "end"
+
+
+def test_to_device_over_several_devices_and_processes():
+    """Promise: with a sharding every leaf lies on the devices that it names; what does not divide is a
+    ValueError with both numbers; over two processes each brings its own half of the batch. Catches: a
+    sharding that is ignored, data that each process has to hold whole, an error from deep inside XLA."""
+    code = """
+import os, sys
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, numpy as np
+import data
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+processes, rank = int(sys.argv[2]), int(sys.argv[3])
+if processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", processes, rank)
+devices = len(jax.devices())
+assert devices == 4 and len(jax.local_devices()) == 4 // processes
+mesh = Mesh(jax.devices(), ("data",))
+whole = np.arange(2 * 20 * 3, dtype=np.uint8).reshape(2, 20, 3)
+share = whole[:, 20 // processes * rank:20 // processes * (rank + 1)]
+for spec, batch in (P("data"), share[0]), (P(None, "data"), share):
+    sharding = NamedSharding(mesh, spec)
+    for _ in range(2):
+        item, = data.to_device([{"a": batch.copy(), "b": batch[..., 0].copy()}], sharding)
+        for key, right in ("a", whole), ("b", whole[..., 0]):
+            right = right if batch.ndim == 3 else right[0]
+            assert item[key].shape == right.shape and item[key].sharding == sharding, (item[key].shape, key)
+            assert len(item[key].addressable_shards) == 4 // processes
+            for shard in item[key].addressable_shards:
+                np.testing.assert_array_equal(shard.data, right[shard.index])
+    good, bad = np.zeros((2, 20)), np.zeros((19, 19))
+    items = data.to_device(iter([good if spec[0] is None else good.T, bad]), sharding)
+    next(items)
+    try:
+        next(items)
+    except ValueError as error:
+        assert "19" in str(error) and "4" in str(error), error
+    else:
+        raise SystemExit("no error")
+replicated, = data.to_device([share[0]], NamedSharding(Mesh(jax.local_devices(), ("data",)), P()))
+assert replicated.is_fully_replicated
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flag = "--xla_force_host_platform_device_count="
+    runs = [child(code, port, processes, rank, XLA_FLAGS=f"{flag}{4 // processes}")
+            for processes in (1, 2) for rank in range(processes)]
+    for run in runs:
+        finish(run)
 
 
 # ---------------------------------------------------------------- helpers
@@ -92,7 +1187,7 @@ def start(*argv, **environment):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def finish(process):
+def result_of(process):
     """(exit code, stdout, stderr) of such a process."""
     out, err = process.communicate(timeout=240)
     return process.returncode, out, err
@@ -597,10 +1692,10 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
         time.sleep(0.01)
     time.sleep(np.random.default_rng().uniform(0, 0.2))
     process.kill()
-    finish(process)
+    result_of(process)
     newest = train.list_checkpoints(tmp_path / "broken")[-1]
     newest.write_bytes(newest.read_bytes()[:-9])
-    code, out, err = finish(start(*flags, str(tmp_path / "broken"), "--resume"))
+    code, out, err = result_of(start(*flags, str(tmp_path / "broken"), "--resume"))
     assert code == 0 and err.splitlines() == [line for line in err.splitlines() if f"{newest.name} is damaged" in line]
     assert final_state(tmp_path / "broken") == final_state(tmp_path / "whole")
 
@@ -705,7 +1800,7 @@ def test_sharded_run_equals_the_unsharded_one():
     Catches a mean of shard means under a mask, padding counted on some shard, a batch that does not divide.
     """
     flags = [*TINY, "--batch-size", "104"]
-    code, out, err = finish(start("-c", SHARDED, *flags, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu"))
+    code, out, err = result_of(start("-c", SHARDED, *flags, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu"))
     assert code == 0, err
     loss, accuracy, count = map(float, out.splitlines()[-1].split())
     alone = train.main(flags)
@@ -726,7 +1821,7 @@ def test_two_processes_equal_one(tmp_path):
             address = f"127.0.0.1:{free.getsockname()[1]}"
         both = [start("minijax_train.py", *flags, str(tmp_path / "two"), "--distributed", *more, JAX_PLATFORMS="cpu",
                       JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(k)) for k in range(2)]
-        return [finish(process) for process in both]
+        return [result_of(process) for process in both]
 
     (code, out, err), (code_1, out_1, err_1) = pair()
     assert code == code_1 == 0, err + err_1
