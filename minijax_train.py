@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A training loop in JAX from first principles: an MLP on Fashion-MNIST, with nothing but pytrees and jax.jit.
+"""Training in JAX from first principles: an MLP on Fashion-MNIST, with nothing but pytrees and jax.jit.
 
     python minijax_train.py              train, evaluate, print the confusion matrix
     python minijax_train.py --habits     measure what each habit of the loop buys on this machine
@@ -401,18 +401,19 @@ def matrix_products(params, batch_size, steps):
     return jax.lax.scan(body, 0.0, length=steps)[0]
 
 
-def measure_habits(train, preprocess, batches, stack, to_device, *, batch_size, log_every, hidden, rounds=9):
+def measure_habits(train, preprocess, batches, stack, to_device, *, batch_size, log_every, hidden, rounds=7):
     """Measures what each habit of the loop buys on this machine.
 
     train: {"image": uint8 [n, 28, 28], "label"}; preprocess, batches, stack, to_device: those of data.py. Returns
     (seconds, facts): seconds per step (medians of `rounds` passes after a warm-up, taken in turn) by loop, and
     a dict of everything else that the table of `habits_table` tells.
 
-    The loops form a ladder, each with one habit more than the one before. A pass is up to four intervals of
+    The loops form a ladder, each with one habit more than the one before. A pass is up to six intervals of
     real batches, the host's work included.
     """
-    steps = min(4 * log_every, len(train["label"]) // batch_size)
-    log_every = min(log_every, steps)
+    available = len(train["label"]) // batch_size
+    log_every = min(log_every, available)
+    steps = log_every * min(6, available // log_every)
     floats = {**train, "image": preprocess(train["image"])}  # [n, 784], normalised once, before any clock runs
     optimizer = make_optimizer(1e-3, 0.1, b2=0.95)
     traced = []
@@ -444,6 +445,13 @@ def measure_habits(train, preprocess, batches, stack, to_device, *, batch_size, 
         state = {"params": params, "opt_state": opt_state, "step": 0}
         return interval_loop(many, state, to_device(stack(source, log_every)), lambda *_: None)["params"]
 
+    staged = jax.device_put(next(stack(batches(train, batch_size), log_every)))
+
+    def steps_alone(params, opt_state):
+        for _ in range(steps // log_every):
+            params, opt_state, _ = many(params, opt_state, staged)
+        return params
+
     floats_step, kept, donated = jax.jit(float_step), jax.jit(byte_step), jax.jit(byte_step, donate_argnums=(0, 1))
     products = jax.jit(lambda params, _: matrix_products(params, batch_size, steps))
     passes = {"reads every step": one_by_one(floats_step, floats, 1),
@@ -451,6 +459,7 @@ def measure_habits(train, preprocess, batches, stack, to_device, *, batch_size, 
               "bytes to the device": one_by_one(kept, train, log_every),
               "donates": one_by_one(donated, train, log_every),
               "one call per interval": by_interval,
+              "the same, batches already there": steps_alone,
               "matrix products alone": products}
     times = {name: [] for name in passes}
     for _ in range(rounds + 1):
@@ -494,7 +503,7 @@ HABITS = [  # (name, loop without it, loop with it, why)
     ("send uint8, normalise in the step", "reads every interval", "bytes to the device",
      "{float bytes:,} -> {uint8 bytes:,} bytes of images a step"),
     ("donate params and opt_state", "bytes to the device", "donates",
-     "the step needs {kept bytes:,} -> {donated bytes:,} bytes: new values take the place of old ones"),
+     "the step needs {kept bytes:,} -> {donated bytes:,} bytes: new values take the old ones' place"),
     ("one call an interval (lax.scan)", "donates", "one call per interval",
      "the host queues one call, and the next interval before it reads this one"),
     ("all four", "reads every step", "one call per interval", "the product of the gains above"),
@@ -514,14 +523,15 @@ def habits_table(seconds, facts, batch_size):
     lines.append(f"{'block_until_ready before the clock':<34}{facts['dispatch seconds'] * 1e3:9.3f}ms"
                  f"{facts['true seconds'] * 1e3:9.3f}ms{facts['true seconds'] / facts['dispatch seconds']:7.3f}   "
                  "time of a step, measured without and with it: a call returns when its work is queued")
-    ratio = seconds["one call per interval"] / seconds["matrix products alone"]
-    return "\n".join([*lines, f"a step takes {ratio:.3f} times its matrix products alone "
-                      f"({seconds['matrix products alone'] * 1e3:.3f} ms)"])
+    floor = seconds["matrix products alone"]
+    return "\n".join([*lines, f"A step of the last loop takes {seconds['one call per interval'] / floor:.3f} times its matrix "
+                      f"products alone ({floor * 1e3:.3f} ms), and {seconds['the same, batches already there'] / floor:.3f} "
+                      "times without the host's work."])
 
 
 def plot_habits(plt, seconds, batch_size, path):
     """Draws the speed of each loop of the ladder to an image file."""
-    names = list(seconds)[:-1]  # not the matrix products
+    names = list(seconds)[:5]  # the ladder
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     axes.barh(names, [batch_size / seconds[name] for name in names])
     axes.set_xlabel("examples/s; each loop has one habit more than the one above")
@@ -555,13 +565,17 @@ def make_parser():
     add("--batch-size", type=number(int, 1), default=512, help="images per step, over all devices")
     add("--learning-rate", type=number(float, 0), default=2e-3,
         help="peak of the schedule: linear warm-up over a tenth of the steps, then cosine decay to 0")
-    add("--weight-decay", type=number(float, 0), default=0.1, help="AdamW's decay of weight matrices, times the learning rate")
-    add("--hidden", type=number(int, 1), nargs="+", default=[512, 512], metavar="W", help="widths of the hidden layers")
+    add("--weight-decay", type=number(float, 0), default=0.1,
+        help="AdamW's decay of weight matrices, times the learning rate")
+    add("--hidden", type=number(int, 1), nargs="+", default=[512, 512], metavar="W",
+        help="widths of the hidden layers")
     add("--seed", type=number(int, 0), default=0, help="of the initial parameters and the order of the images")
-    add("--log-every", type=number(int, 1), default=39, metavar="STEPS", help="steps per interval: per line, compiled call and checkpoint")
-    add("--data-dir", metavar="DIR", help="folder with the four files; must exist (default: the user's cache "
-        "folder, then Debian's package, then a download)")
-    add("--dataset", choices=["fashion_mnist", "synthetic"], default="fashion_mnist", help="synthetic: made-up images, nothing to fetch")
+    add("--log-every", type=number(int, 1), default=39, metavar="STEPS",
+        help="steps per interval: per line, compiled call and checkpoint")
+    add("--data-dir", metavar="DIR", help="folder with the four files, which must exist; without it the user's "
+        "cache folder, Debian's package, then a download")
+    add("--dataset", choices=["fashion_mnist", "synthetic"], default="fashion_mnist",
+        help="synthetic: made-up images, nothing to fetch")
     add("--checkpoint-dir", metavar="DIR", help="save the state here after every interval; the newest three are kept")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
     add("--plot", metavar="FILE.png", help="draw the confusion matrix, or the table of --habits (needs matplotlib)")
@@ -600,18 +614,21 @@ def run(args):
     if not any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if args.distributed:
-        names = {"coordinator_address": "JAX_COORDINATOR_ADDRESS", "num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-        jax.distributed.initialize(**{k: (int if k != "coordinator_address" else str)(os.environ[v]) for k, v in names.items() if v in os.environ})
+        given = [("coordinator_address", str), ("num_processes", int), ("process_id", int)]
+        jax.distributed.initialize(**{name: kind(os.environ[f"JAX_{name.upper()}"]) for name, kind in given
+                                      if f"JAX_{name.upper()}" in os.environ})
     say = print if jax.process_index() == 0 else lambda *_, **__: None
     plt = import_pyplot() if args.plot else None
     dataset = (data.load_fashion_mnist(args.data_dir) if args.dataset == "fashion_mnist"
                else data.synthetic(args.seed, 10_000, 2_000))
     devices = jax.devices()
-    say(f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}, {dataset['origin']}")
+    say(f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}, "
+        f"{dataset['origin']}")
     if args.batch_size % len(devices):
         raise ValueError(f"--batch-size {args.batch_size} cannot be shared evenly by {len(devices)} devices")
     if args.batch_size > len(dataset["train"]["label"]):
-        raise ValueError(f"--batch-size {args.batch_size} is more than the {len(dataset['train']['label'])} training images")
+        raise ValueError(f"--batch-size {args.batch_size} is more than the {len(dataset['train']['label'])} "
+                         "training images")
     if args.habits:
         seconds, facts = measure_habits(
             dataset["train"], data.preprocess, data.batches, data.stack, data.to_device,
@@ -625,7 +642,8 @@ def run(args):
     # Data parallelism: every device holds all parameters and a share of each batch. The compiler adds the
     # all-reduce of the gradients; the train step does not change.
     mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
-    replicated, by_row, by_step_and_row = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",), (None, "batch")))
+    replicated, by_row, by_step_and_row = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",), (None, "batch")))
     share = args.batch_size // jax.process_count()  # this process's rows of each batch
     rows = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
@@ -650,7 +668,8 @@ def run(args):
 
     state, save = {**init(), "step": 0}, None
     if args.checkpoint_dir:
-        settings = {name: getattr(args, name) for name in ("seed", "epochs", "batch_size", "learning_rate", "weight_decay")}
+        settings = {name: getattr(args, name)
+                    for name in ("seed", "epochs", "batch_size", "learning_rate", "weight_decay")}
         settings["examples"] = len(dataset["train"]["label"])
         state, save = checkpointing(args.checkpoint_dir, settings, state, args.resume)
         if args.resume:
@@ -711,7 +730,8 @@ def plot_confusion(plt, confusion, names, path):
     axes.set_xticklabels(names, rotation=45, ha="right")
     axes.set_yticklabels(names)
     for (true, predicted), count in np.ndenumerate(confusion):
-        axes.text(predicted, true, count, ha="center", va="center", color="white" if count > confusion.max() / 2 else "black")
+        axes.text(predicted, true, count, ha="center", va="center",
+                  color="white" if count > confusion.max() / 2 else "black")
     figure.savefig(path, dpi=150)
 
 

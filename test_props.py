@@ -1768,7 +1768,7 @@ def test_habits_table_adds_up(capsys):
 # ---------------------------------------------------------------- many devices
 
 SHARDED = """
-import jax, numpy as np, optax, sys
+import jax, math, numpy as np, re, sys
 import minijax_train as train
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 assert jax.device_count() == 8
@@ -1785,6 +1785,10 @@ for rows in (8, 24, 64):
     for a, e in zip(jax.tree.leaves(sharded), jax.tree.leaves(whole)):
         assert a.sharding.is_fully_replicated
         np.testing.assert_allclose(a, e, atol=1e-5)
+text = jax.jit(step).lower(*jax.device_put(state, NamedSharding(mesh, P())), jax.device_put(batch, NamedSharding(mesh, P("batch")))).compile().as_text()
+reduced = sum(math.prod(int(n) for n in dims.split(",") if n) for line in text.splitlines()
+              if (m := re.search(r"= (.*?) all-reduce(-start)?[(]", line)) for _, dims in re.findall(r"([fs]32)[[]([0-9,]*)[]]", m[1]))
+assert reduced == sum(x.size for x in jax.tree.leaves(params)) + 3, reduced  # the gradients, the loss and two counts
 try:
     train.main("--dataset synthetic --batch-size 19".split())
 except SystemExit as error:
@@ -1797,7 +1801,8 @@ print(result["loss"], result["accuracy"], result["confusion"].sum())
 def test_sharded_run_equals_the_unsharded_one():
     """On 8 forced host devices the same step gives the same update, and the whole run the same result.
 
-    Catches a mean of shard means under a mask, padding counted on some shard, a batch that does not divide.
+    Each step reduces as many numbers as there are parameters, and three more. Catches a mean of shard means under
+    a mask, padding counted on some shard, gradients reduced twice, a batch that does not divide.
     """
     flags = [*TINY, "--batch-size", "104"]
     code, out, err = result_of(start("-c", SHARDED, *flags, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu"))
