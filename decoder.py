@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: MIT
+"""A decoder-only transformer assembled from attention.py: the Llama family's arithmetic in plain functions.
+
+    python decoder.py           train a byte-level model on Python's own documentation, measure it, let it write
+    python decoder.py --help    everything else
+
+    logits = decoder(params, tokens)                       # training: all positions at once
+    tokens = generate(params, prompt, num_tokens=100)      # writing: one position at a time, with a KV cache
+
+Axes: B batch, T query length, S cache length, N query heads, K key/value heads, H head dimension, D model
+dimension, F hidden width of the MLP, V vocabulary, L layers. This file needs attention.py beside it and nothing
+else; only `main` brings in minijax_train.py, whose train step and loop it shares.
+"""
+import argparse
+import bz2
+import functools
+import lzma
+import math
+import numbers
+import os
+import signal
+import sys
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import attention
+
+# ---------------------------------------------------------------- parameters
+
+
+def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_heads=None, head_dim=None, mlp_dim=None):
+    """Parameters of a decoder, all float32:
+
+        {"embedding": [V, D], "final_norm": [D], "output": [D, V],
+         "layers": {"attention": {"wq": [L, D, N, H], "wk": [L, D, K, H], "wv": [L, D, K, H], "wo": [L, N, H, D]},
+                    "mlp": {"w_gate": [L, D, F], "w_up": [L, D, F], "w_down": [L, F, D]},
+                    "attention_norm": [L, D], "mlp_norm": [L, D]}}
+
+    The layers are stacked along a leading axis L, which `decoder` scans over. Defaults: num_kv_heads = num_heads,
+    head_dim = model_dim / num_heads, mlp_dim = 8/3 model_dim rounded up to a multiple of 32 (three matrices then
+    weigh as much as the two of a classic MLP of width 4 D; Shazeer 2020, arXiv:2002.05202). The output matrix is
+    not tied to the embedding, as in Llama: one maps in, the other out, and they want different scales.
+    """
+    if min(vocab_size, num_layers, model_dim) < 1 or (mlp_dim is not None and mlp_dim < 1):
+        raise ValueError(f"sizes must be positive, got vocab_size {vocab_size}, num_layers {num_layers}, "
+                         f"model_dim {model_dim}, mlp_dim {mlp_dim}")
+    V, D, F = vocab_size, model_dim, mlp_dim or math.ceil(model_dim / 12) * 32
+    normal = jax.nn.initializers.lecun_normal(dtype=jnp.float32)  # variance 1 / fan-in
+    # What a layer adds to the residual stream is scaled down, so that the sum over 2 L branches keeps its size
+    # (Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3).
+    residual_scale = (2 * num_layers) ** -0.5
+
+    def init_layer(key):
+        attention_key, gate, up, down = jax.random.split(key, 4)
+        heads = attention.init_attention(attention_key, D, num_heads, num_kv_heads, head_dim)
+        if heads["wq"].shape[-1] % 2:
+            raise ValueError(f"rotary embeddings turn pairs: head_dim must be even, got {heads['wq'].shape[-1]}")
+        return {"attention": {**heads, "wo": heads["wo"] * residual_scale},
+                "mlp": {"w_gate": normal(gate, (D, F)), "w_up": normal(up, (D, F)),
+                        "w_down": normal(down, (F, D)) * residual_scale},
+                "attention_norm": jnp.ones(D, jnp.float32), "mlp_norm": jnp.ones(D, jnp.float32)}
+
+    embedding_key, output_key, layers_key = jax.random.split(key, 3)
+    return {"embedding": jax.random.normal(embedding_key, (V, D), jnp.float32),  # RMSNorm follows, so the scale is free
+            "layers": jax.vmap(init_layer)(jax.random.split(layers_key, num_layers)),
+            "final_norm": jnp.ones(D, jnp.float32), "output": normal(output_key, (D, V))}
+
+
+# ---------------------------------------------------------------- one layer
+
+
+def rms_norm(x, scale):
+    """x / sqrt(mean(x^2) + 1e-5) * scale over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    x: [..., D], scale: [D]. Computed in float32 (or wider), returned in the dtype of x.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * jax.lax.rsqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
+
+
+def rotate(x, positions):
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34), base 10000.
+
+    x: [B, T, n, H] with H even, positions: integer [B, T] -> [B, T, n, H] in the dtype of x, computed in float32.
+    Pair i, made of x[i] and x[i + H/2] (the "rotate half" layout), is turned by positions * 10000^(-2i / H). A
+    query and a key turned in this way have a dot product that depends on the difference of positions only.
+    """
+    wide, H = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
+    angles = positions[..., None] * (1 / 10000.0 ** (jnp.arange(0, H, 2, dtype=wide) / H))  # [B, T, H/2]
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]  # [B, T, 1, H/2]
+    first, second = jnp.split(x.astype(wide), 2, axis=-1)  # [B, T, n, H/2] each
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def layer_fn(layer, x, attend):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Returns (x, whatever else `attend` returned).
+
+    layer: the parameters of one layer. x: [B, T, D]. attend(attention parameters, [B, T, D]) -> ([B, T, D], more).
+    Weights are brought to x's dtype here, where they are used: float32 parameters with a bfloat16 x is mixed precision.
+    """
+    weights, mlp = jax.tree.map(lambda w: w.astype(x.dtype), (layer["attention"], layer["mlp"]))
+    out, more = attend(weights, rms_norm(x, layer["attention_norm"]))
+    x = x + out
+    h = rms_norm(x, layer["mlp_norm"])
+    h = jax.nn.silu(h @ mlp["w_gate"]) * (h @ mlp["w_up"])  # [B, T, F], SwiGLU
+    return x + h @ mlp["w_down"], more
+
+
+# ---------------------------------------------------------------- the whole, for training
+
+
+def check_tokens(params, tokens):
+    """tokens as int32 [B, T], where a number outside 0..V-1 is a ValueError, or under jit becomes V."""
+    V, tokens = params["embedding"].shape[0], jnp.asarray(tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {list(tokens.shape)}")
+    tokens = tokens.astype(jnp.int32)  # uint8 has no room for V = 256
+    valid = (tokens >= 0) & (tokens < V)
+    if not isinstance(tokens, jax.core.Tracer) and not valid.all():
+        raise ValueError(f"tokens must lie in 0..{V - 1}, got {tokens[~valid][0]}")
+    return jnp.where(valid, tokens, V)  # -1 would count from the end
+
+
+def embed(params, tokens, dtype):
+    """Rows of the embedding matrix [B, T, D]; NaN for a token that is out of range."""
+    x = params["embedding"].at[check_tokens(params, tokens)].get(mode="fill", fill_value=jnp.nan)
+    return x.astype(dtype or x.dtype)
+
+
+def project(params, x):
+    """Logits [B, T, V] of the last layer's x [B, T, D]: float32 (or wider) also where x is bfloat16."""
+    x = rms_norm(x, params["final_norm"])
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum("BTD,DV->BTV", x, params["output"].astype(x.dtype), preferred_element_type=wide)
+
+
+def decoder(params, tokens, *, implementation=None, remat=False, dtype=None):
+    """Logits float32 [B, T, V]: at [:, t], for the token after tokens[:, :t + 1].
+
+    tokens: integer [B, T] in 0..V-1; others are a ValueError, but compiled code cannot raise: there they make their row NaN.
+    implementation: as in attention.py. remat: keep only the input of each layer for the backward pass and compute
+    the rest of it again (memory for one layer instead of L, about a third more arithmetic). dtype: of the
+    computation, say jnp.bfloat16; None is that of the parameters, which stay as they are in any case.
+    """
+    def attend(weights, x):
+        return attention.attention(weights, x, is_causal=True, rotate=rotate, implementation=implementation), None
+
+    def body(x, layer):
+        return layer_fn(layer, x, attend)
+
+    # A scan compiles one layer, whatever L is.
+    x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, embed(params, tokens, dtype), params["layers"])
+    return project(params, x)  # [B, T, V]
+
+
+def loss_fn(params, batch, **options):
+    """Mean cross-entropy in nats per predicted token, and metrics {"loss", "tokens": their number}.
+
+    batch: {"tokens": integer [B, T + 1], "mask": bool [B, T]}. mask[:, t] says whether the prediction of
+    tokens[:, t + 1] counts; where none does, loss and gradients are 0. What follows a row's last counted token is
+    padding and may hold anything. options: those of `decoder`. Log-probabilities and the mean are float32.
+    """
+    tokens, mask = jnp.asarray(batch["tokens"]), jnp.asarray(batch["mask"])
+    if tokens.ndim != 2 or mask.shape != (tokens.shape[0], tokens.shape[1] - 1) or mask.dtype != bool:
+        raise ValueError(f"expected tokens [B, T + 1] and a bool mask [B, T], got {list(tokens.shape)} and "
+                         f"{mask.dtype} {list(mask.shape)}")
+    counted = mask[:, ::-1].cumsum(axis=1)[:, ::-1] > 0  # [B, T], True up to the last True of a row
+    inputs, targets = jnp.where(counted, tokens[:, :-1], 0), jnp.where(mask, tokens[:, 1:], 0)
+    logits = decoder(params, inputs, **options)  # [B, T, V]
+    targets = check_tokens(params, targets)[..., None]  # [B, T, 1]
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1, mode="fill", fill_value=jnp.nan)
+    count = mask.sum()
+    loss = -jnp.where(mask, log_probs[..., 0], 0).sum() / jnp.maximum(count, 1)
+    return loss, {"loss": loss, "tokens": count}
+
+
+# ---------------------------------------------------------------- the whole, for generation
+
+
+def init_decoder_cache(params, batch_size, max_length, dtype=None):
+    """An empty cache for `cached_decoder`: attention.init_kv_cache with a leading axis L on every leaf.
+
+    {"k", "v": [L, B, S, K, H], "length": int32 [L, B]}, S = max_length. dtype: None is that of the parameters.
+    """
+    L, _, K, H = params["layers"]["attention"]["wk"].shape
+    cache = attention.init_kv_cache(batch_size, max_length, K, H, dtype or params["embedding"].dtype)
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], L, axis=0), cache)
+
+
+def cached_layers(params, tokens, cache, seq_lengths=None, dtype=None):
+    """(x [B, T, D] before the final norm, cache): the layers of `cached_decoder`."""
+    T, S = tokens.shape[1], cache["k"].shape[2]
+    new_lengths = cache["length"][0] + (T if seq_lengths is None else jnp.asarray(seq_lengths))  # [B]
+    if not isinstance(new_lengths, jax.core.Tracer) and (new_lengths > S).any():
+        raise ValueError(f"the cache holds {S} tokens a row, these would make it {new_lengths.max()}")
+    if seq_lengths is not None:
+        tokens = jnp.where(jnp.arange(T) < jnp.asarray(seq_lengths)[:, None], tokens, 0)  # padding may be anything
+
+    def body(x, layer_and_cache):
+        layer, layer_cache = layer_and_cache
+        return layer_fn(layer, x, lambda weights, h: attention.cached_attention(
+            weights, h, layer_cache, seq_lengths=seq_lengths, rotate=rotate))
+
+    return jax.lax.scan(body, embed(params, tokens, dtype), (params["layers"], cache))
+
+
+def cached_decoder(params, tokens, cache, *, seq_lengths=None, dtype=None):
+    """(logits float32 [B, T, V], cache): `decoder` for the next T tokens of rows whose beginning is in `cache`.
+
+    tokens: integer [B, T]; a whole prompt, a chunk of it, or one token. seq_lengths: integer [B], how many of the T
+    are real (right-padded rows; logits of padding mean nothing). Rows may stand at different positions. A row that
+    would run past the cache's end is a ValueError; compiled code cannot raise: there its logits are NaN and its
+    cache stays as it was. cache may be donated.
+    """
+    x, cache = cached_layers(params, jnp.asarray(tokens), cache, seq_lengths, dtype)
+    return project(params, x), cache
+
+
+def sample(logits, key, temperature, top_k):
+    """Tokens int32 [B] drawn from softmax(logits [B, V] / temperature), among the top_k most likely ones if given."""
+    logits, choices = jax.lax.top_k(logits, top_k or logits.shape[-1])  # [B, k], largest first
+    logits = (logits - logits[:, :1]) / temperature  # largest is 0: a tiny temperature cannot overflow to inf - inf
+    chosen = jax.random.categorical(key, logits)  # [B]
+    return jnp.take_along_axis(choices, chosen[:, None], axis=1)[:, 0]
+
+
+def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, temperature=0.0, top_k=None):
+    """Continues each row of `prompt` by `num_tokens` tokens -> int32 [B, T + num_tokens].
+
+    prompt: integer [B, T], right-padded; prompt_lengths: integer [B], at least 1 (None: all T). A row's new tokens
+    stand directly after its own prompt, zeros after them. temperature 0 takes the most likely token; above, tokens
+    are drawn with `key`, among the `top_k` most likely if given. The cache has the dtype of the parameters. One
+    compiled call, compiled anew for each new shape of prompt, num_tokens and top_k. ValueError before any work.
+    """
+    prompt, V = jnp.asarray(prompt), params["embedding"].shape[0]
+    if prompt.ndim != 2 or 0 in prompt.shape:
+        raise ValueError(f"prompt must be integers [B, T] with at least one token a row, got {list(prompt.shape)}")
+    B, T = prompt.shape
+    if not isinstance(num_tokens, numbers.Integral) or num_tokens < 1:
+        raise ValueError(f"num_tokens must be a whole number of at least 1, got {num_tokens}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
+    if temperature > 0 and key is None:
+        raise ValueError(f"temperature {temperature} draws at random: give key=jax.random.key(seed)")
+    if top_k is not None and (not isinstance(top_k, numbers.Integral) or not 1 <= top_k <= V):
+        raise ValueError(f"top_k must be a whole number in 1..{V}, got {top_k}")
+    lengths = jnp.full(B, T) if prompt_lengths is None else jnp.asarray(prompt_lengths)
+    if lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"prompt_lengths must be integers [{B}], got {lengths.dtype} {list(lengths.shape)}")
+    if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 1) & (lengths <= T)).all():
+        raise ValueError(f"prompt_lengths must lie in 1..{T}, got {lengths.tolist()}")
+    tokens = check_tokens(params, jnp.where(jnp.arange(T) < lengths[:, None], prompt, 0))
+    return generate_compiled(params, tokens, lengths.astype(jnp.int32), key, temperature,
+                             num_tokens=num_tokens, top_k=top_k, greedy=temperature == 0)
+
+
+@functools.partial(jax.jit, static_argnames=("num_tokens", "top_k", "greedy"))
+def generate_compiled(params, prompt, lengths, key, temperature, *, num_tokens, top_k, greedy):
+    """What `generate` does once its arguments are checked."""
+    B, T = prompt.shape
+    rows = jnp.arange(B)
+
+    def choose(x, key):  # [B, D] -> [B]
+        logits = project(params, x[:, None])[:, 0]  # [B, V]
+        return logits.argmax(axis=-1).astype(jnp.int32) if greedy else sample(logits, key, temperature, top_k)
+
+    def step(carry, key):
+        token, cache = carry
+        x, cache = cached_layers(params, token[:, None], cache)
+        token = choose(x[:, 0], key)
+        return (token, cache), token
+
+    keys = jnp.zeros(num_tokens) if greedy else jax.random.split(key, num_tokens)
+    # The last token is written out but never read, so the cache has no slot for it.
+    cache = init_decoder_cache(params, B, T + num_tokens - 1)
+    x, cache = cached_layers(params, prompt, cache, lengths)  # prefill: [B, T, D]
+    first = choose(x[rows, lengths - 1], keys[0])  # logits of one position a row, not of all T
+    _, rest = jax.lax.scan(step, (first, cache), keys[1:])  # [num_tokens - 1, B]
+    new = jnp.concatenate([first[None], rest]).T  # [B, num_tokens]
+    out = jnp.pad(prompt, ((0, 0), (0, num_tokens)))
+    return out.at[rows[:, None], lengths[:, None] + jnp.arange(num_tokens)].set(new)
+
+
+# ---------------------------------------------------------------- weights from elsewhere
+
+LLAMA_LAYER_NAMES = {
+    "wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj",
+    "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj",
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def from_llama(state, num_heads):
+    """Our parameters from a Llama state dict of Hugging Face's `transformers`, its values as NumPy arrays.
+
+    Right for configurations with rms_norm_eps 1e-5, rope_theta 10000 without scaling, silu, and no biases; a state
+    dict does not say. Nor does it say how many query heads there are: num_heads. Where there is no lm_head.weight
+    the output is tied to the embedding, and gets a copy. ValueError if a name is missing or left over.
+    """
+    state = {name: value for name, value in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    state.setdefault("lm_head.weight", state.get("model.embed_tokens.weight"))
+    layers = len({name.split(".")[2] for name in state if name.startswith("model.layers.")})
+
+    def take(name):
+        if (array := state.pop(name, None)) is None:
+            raise ValueError(f"the state dict has no {name}")
+        return array.T  # a linear layer there is [out, in]
+
+    def stack(name):
+        return jnp.stack([take(f"model.layers.{i}.{name}.weight") for i in range(layers)])
+
+    params = {"embedding": jnp.asarray(take("model.embed_tokens.weight").T), "output": jnp.asarray(take("lm_head.weight")),
+              "final_norm": jnp.asarray(take("model.norm.weight"))}
+    flat = {ours: stack(theirs) for ours, theirs in LLAMA_LAYER_NAMES.items()}
+    if state:
+        raise ValueError(f"the state dict has {sorted(state)[0]}, for which there is no place here")
+    L, D, rows = flat["wq"].shape
+    if num_heads < 1 or rows % num_heads or flat["wk"].shape[2] % (rows // num_heads):
+        raise ValueError(f"{num_heads} heads do not fit projections of {rows} and {flat['wk'].shape[2]} rows")
+    H = rows // num_heads
+    heads = {name: flat.pop(name).reshape(L, D, -1, H) for name in ("wq", "wk", "wv")}
+    heads["wo"] = flat.pop("wo").reshape(L, num_heads, H, D)
+    mlp = {name: flat.pop(name) for name in ("w_gate", "w_up", "w_down")}
+    return {**params, "layers": {"attention": heads, "mlp": mlp, **flat}}
+
+
+def to_llama(params):
+    """The inverse of `from_llama`: a state dict of NumPy arrays."""
+    params = jax.tree.map(np.asarray, params)
+    layers = params["layers"]
+    flat = {**layers["attention"], **layers["mlp"], **layers}
+    D = params["final_norm"].shape[0]
+    state = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["final_norm"],
+             "lm_head.weight": params["output"].T}
+    for ours, theirs in LLAMA_LAYER_NAMES.items():
+        for i, array in enumerate(flat[ours]):
+            if ours in ("wq", "wk", "wv"):
+                array = array.reshape(D, -1)  # [D, N H]
+            elif ours == "wo":
+                array = array.reshape(-1, D)  # [N H, D]
+            state[f"model.layers.{i}.{theirs}.weight"] = array.T
+    return state
+
+
+# ---------------------------------------------------------------- the main job
+
+
+def documentation():
+    """The text to train on, uint8 [bytes]: the topics of Python's help(), in alphabetical order, newline-separated."""
+    from pydoc_data.topics import topics
+    return np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
+
+
+def training_batch(text, batch_size, length, seed, step):
+    """The batch of a step, a pure function of (seed, step): windows of length + 1 bytes that start anywhere."""
+    starts = np.random.default_rng([seed, step]).integers(0, len(text) - length, batch_size)
+    return {"tokens": text[starts[:, None] + np.arange(length + 1)], "mask": np.ones((batch_size, length), bool)}
+
+
+def evaluation_batches(text, start, length, batch_size):
+    """Batches that predict every byte of text[start:] exactly once, each from at least 3/4 length bytes before it.
+
+    A window that slides by length / 4, of which only the last quarter counts. Context may lie before `start`.
+    """
+    stride = -(-length // 4)
+    windows = -(-(len(text) - start) // stride)
+    rows = np.arange(-(-windows // batch_size) * batch_size)  # rows after the last window come out all masked
+    index = start + rows[:, None] * stride + np.arange(stride - length - 1, stride)  # [rows, length + 1]
+    mask = (np.arange(length) >= length - stride) & (index[:, 1:] < len(text))  # [rows, length]
+    tokens = text[np.minimum(index, len(text) - 1)]
+    for i in range(0, len(rows), batch_size):
+        yield {"tokens": tokens[i:i + batch_size], "mask": mask[i:i + batch_size]}
+
+
+def compressed_bits(text, start):
+    """Bits per byte that two compressors need for text[start:] after what comes before: size(all) - size(before)."""
+    sizes = {"xz -9": lambda data: len(lzma.compress(data, preset=9)), "bz2 -9": lambda data: len(bz2.compress(data, 9))}
+    return {name: 8 * (size(text) - size(text[:start])) / (len(text) - start) for name, size in sizes.items()}
+
+
+def main(argv=None):
+    """Trains, evaluates and writes as the flags say (see --help); returns {"model", "xz -9", "bz2 -9"}: bits per byte.
+
+    A user's mistake ends in SystemExit with one line.
+    """
+    import minijax_train  # here and nowhere else: the model needs attention.py only
+
+    parser = argparse.ArgumentParser(
+        prog="decoder.py", description="Train a byte-level language model on the documentation inside Python.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, without the usage
+    add, number = parser.add_argument, minijax_train.number
+    add("--steps", type=number(int, 1), default=1500)
+    add("--batch-size", type=number(int, 1), default=4, help="windows per step, over all devices")
+    add("--length", type=number(int, 4), default=512, help="bytes of text per window")
+    add("--layers", type=number(int, 1), default=4)
+    add("--model-dim", type=number(int, 1), default=256)
+    add("--heads", type=number(int, 1), default=4, help="query heads")
+    add("--kv-heads", type=number(int, 1), default=2, help="key/value heads")
+    add("--learning-rate", type=number(float, 0), default=2e-3, help="peak: warm-up over a tenth, then cosine decay to 0")
+    add("--weight-decay", type=number(float, 0), default=0.1, help="of weight matrices, times the learning rate")
+    add("--seed", type=number(int, 0), default=0, help="of the initial parameters, the windows and the sample")
+    add("--log-every", type=number(int, 1), default=50, metavar="STEPS", help="steps per line, compiled call and checkpoint")
+    add("--checkpoint-dir", metavar="DIR", help="save the state here after every interval; the newest three are kept")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+    args = parser.parse_args(argv)
+    if args.resume and not args.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir")
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        return run(args, minijax_train)
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    except KeyboardInterrupt as interrupt:
+        saved = f"saved {interrupt}; go on with the same command and --resume" if str(interrupt) else "nothing saved"
+        print(f"\ninterrupted: {saved}", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def run(args, minijax_train):
+    """What `main` does once the command line is read."""
+    # Without an NVIDIA GPU the CUDA plugin of jax[cuda12] would print a traceback before JAX takes the CPU.
+    if not any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    devices = jax.devices()
+    print(f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}")
+    if args.batch_size % len(devices):
+        raise ValueError(f"--batch-size {args.batch_size} cannot be shared evenly by {len(devices)} devices")
+    text = documentation()
+    start = len(text) - len(text) // 10  # the last tenth is held out
+    if args.length >= start:
+        raise ValueError(f"--length {args.length} is not less than the {start} bytes of training text")
+    mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
+    replicated, by_row, by_step_and_row = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+                                           for axes in ((), ("batch",), (None, "batch")))
+
+    schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, args.steps // 10, args.steps)
+    optimizer = minijax_train.make_optimizer(schedule, args.weight_decay, b2=0.95)
+    train_step = minijax_train.make_train_step(loss_fn, optimizer)  # the very step that trains the MLP
+    train_steps = jax.jit(minijax_train.make_train_steps(train_step), donate_argnums=(0, 1))
+
+    @functools.partial(jax.jit, out_shardings=replicated)
+    def init():
+        params = init_decoder(jax.random.key(args.seed), vocab_size=256, num_layers=args.layers, model_dim=args.model_dim,
+                              num_heads=args.heads, num_kv_heads=args.kv_heads)
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    state, save = {**init(), "step": 0}, None
+    if args.checkpoint_dir:
+        names = "seed", "steps", "batch_size", "length", "learning_rate", "weight_decay"
+        settings = {**{name: getattr(args, name) for name in names}, "text": zlib.crc32(text)}
+        state, save = minijax_train.checkpointing(args.checkpoint_dir, settings, state, args.resume)
+        if args.resume:
+            print(f"going on from step {state['step']}" if state["step"] else "nothing to resume: starting afresh")
+    count = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
+    print(f"{count:,} parameters; {start:,} bytes to train on, {len(text) - start:,} held out")
+
+    def intervals():
+        for first in range(state["step"], args.steps, args.log_every):
+            steps = range(first, min(first + args.log_every, args.steps))
+            batches = [training_batch(text[:start], args.batch_size, args.length, args.seed, step) for step in steps]
+            yield jax.device_put(jax.tree.map(lambda *rows: np.stack(rows), *batches), by_step_and_row)
+
+    def report(step, metrics, seconds):
+        print(f"step {step:6}  loss {metrics['loss'].mean():.4f} nats = {metrics['loss'].mean() / math.log(2):.4f} bits "
+              f"per byte  {metrics['tokens'].sum() / seconds:9,.0f} tokens/s", flush=True)
+
+    state = minijax_train.interval_loop(train_steps, state, intervals(), report, save)
+    params = state["params"]
+
+    nats = jax.jit(lambda params, batch: (lambda loss, metrics: loss * metrics["tokens"])(*loss_fn(params, batch)))
+    total = sum(float(nats(params, jax.device_put(batch, by_row)))  # added up in float64
+                for batch in evaluation_batches(text, start, args.length, args.batch_size))
+    result = {"model": total / math.log(2) / (len(text) - start), **compressed_bits(text.tobytes(), start)}
+    print("held-out bits per byte: " + ", ".join(f"{name} {bits:.4f}" for name, bits in result.items()))
+    prompt = text[None, start:start + args.length // 4]
+    written = generate(params, prompt, args.length - prompt.shape[1], key=jax.random.key(args.seed), temperature=0.7)
+    prompt, written = prompt[0].tobytes(), np.asarray(written[0, prompt.shape[1]:]).astype(np.uint8).tobytes()
+    print(f"--- given:\n{prompt.decode(errors='replace')}\n--- written:\n{written.decode(errors='replace')}")
+    return result
+
+
+if __name__ == "__main__":
+    main()
