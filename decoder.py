@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """A decoder-only transformer assembled from attention.py: the Llama family's arithmetic in plain functions.
 
-    python decoder.py           train a byte-level model on Python's own documentation, measure it, let it write
-    python decoder.py --help    everything else
+    python decoder.py           train a byte-level model on Python's own documentation, measure it, let it
+    write python decoder.py --help    everything else
 
     logits = decoder(params, tokens)                       # training: all positions at once
     tokens = generate(params, prompt, num_tokens=100)      # writing: one position at a time, with a KV cache
 
 Axes: B batch, T query length, S cache length, N query heads, K key/value heads, H head dimension, D model
-dimension, F hidden width of the MLP, V vocabulary, L layers. This file needs attention.py beside it and nothing
-else; only `main` brings in minijax_train.py, whose train step and loop it shares.
+dimension, F hidden width of the MLP, V vocabulary, L layers. This file needs attention.py beside it and
+nothing else; only `main` brings in minijax_train.py, whose train step and loop it shares.
 """
 import argparse
 import bz2
@@ -32,25 +32,27 @@ import attention
 # ---------------------------------------------------------------- parameters
 
 
-def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_heads=None, head_dim=None, mlp_dim=None):
+def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_heads=None, head_dim=None,
+                 mlp_dim=None):
     """Parameters of a decoder, all float32:
 
         {"embedding": [V, D], "final_norm": [D], "output": [D, V],
-         "layers": {"attention": {"wq": [L, D, N, H], "wk": [L, D, K, H], "wv": [L, D, K, H], "wo": [L, N, H, D]},
-                    "mlp": {"w_gate": [L, D, F], "w_up": [L, D, F], "w_down": [L, F, D]},
-                    "attention_norm": [L, D], "mlp_norm": [L, D]}}
+         "layers": {"attention": {"wq": [L, D, N, H], "wk": [L, D, K, H], "wv": [L, D, K, H], "wo": [L, N, H,
+         D]}, "mlp": {"w_gate": [L, D, F], "w_up": [L, D, F], "w_down": [L, F, D]}, "attention_norm": [L, D],
+         "mlp_norm": [L, D]}}
 
-    The layers are stacked along a leading axis L, which `decoder` scans over. Defaults: num_kv_heads = num_heads,
-    head_dim = model_dim / num_heads, mlp_dim = 8/3 model_dim rounded up to a multiple of 32 (three matrices then
-    weigh as much as the two of a classic MLP of width 4 D; Shazeer 2020, arXiv:2002.05202). The output matrix is
-    not tied to the embedding, as in Llama: one maps in, the other out, and they want different scales.
+    The layers are stacked along a leading axis L, which `decoder` scans over. Defaults: num_kv_heads =
+    num_heads, head_dim = model_dim / num_heads, mlp_dim = 8/3 model_dim rounded up to a multiple of 32 (three
+    matrices then weigh as much as the two of a classic MLP of width 4 D; Shazeer 2020, arXiv:2002.05202). The
+    output matrix is not tied to the embedding, as in Llama: one maps in, the other out, and they want
+    different scales.
     """
     if min(vocab_size, num_layers, model_dim) < 1 or (mlp_dim is not None and mlp_dim < 1):
         raise ValueError(f"sizes must be positive, got vocab_size {vocab_size}, num_layers {num_layers}, "
                          f"model_dim {model_dim}, mlp_dim {mlp_dim}")
     V, D, F = vocab_size, model_dim, mlp_dim or math.ceil(model_dim / 12) * 32
     normal = jax.nn.initializers.lecun_normal(dtype=jnp.float32)  # variance 1 / fan-in
-    # What a layer adds to the residual stream is scaled down, so that the sum over 2 L branches keeps its size
+    # What a layer adds to the residual stream is scaled down: the sum over 2 L branches then keeps its size
     # (Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3).
     residual_scale = (2 * num_layers) ** -0.5
 
@@ -58,14 +60,14 @@ def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_he
         attention_key, gate, up, down = jax.random.split(key, 4)
         heads = attention.init_attention(attention_key, D, num_heads, num_kv_heads, head_dim)
         if heads["wq"].shape[-1] % 2:
-            raise ValueError(f"rotary embeddings turn pairs: head_dim must be even, got {heads['wq'].shape[-1]}")
+            raise ValueError(f"rotary embeddings need an even head_dim, got {heads['wq'].shape[-1]}")
         return {"attention": {**heads, "wo": heads["wo"] * residual_scale},
                 "mlp": {"w_gate": normal(gate, (D, F)), "w_up": normal(up, (D, F)),
                         "w_down": normal(down, (F, D)) * residual_scale},
                 "attention_norm": jnp.ones(D, jnp.float32), "mlp_norm": jnp.ones(D, jnp.float32)}
 
     embedding_key, output_key, layers_key = jax.random.split(key, 3)
-    return {"embedding": jax.random.normal(embedding_key, (V, D), jnp.float32),  # RMSNorm follows, so the scale is free
+    return {"embedding": jax.random.normal(embedding_key, (V, D), jnp.float32),
             "layers": jax.vmap(init_layer)(jax.random.split(layers_key, num_layers)),
             "final_norm": jnp.ones(D, jnp.float32), "output": normal(output_key, (D, V))}
 
@@ -85,9 +87,10 @@ def rms_norm(x, scale):
 def rotate(x, positions):
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34), base 10000.
 
-    x: [B, T, n, H] with H even, positions: integer [B, T] -> [B, T, n, H] in the dtype of x, computed in float32.
-    Pair i, made of x[i] and x[i + H/2] (the "rotate half" layout), is turned by positions * 10000^(-2i / H). A
-    query and a key turned in this way have a dot product that depends on the difference of positions only.
+    x: [B, T, n, H] with H even, positions: integer [B, T] -> [B, T, n, H] in the dtype of x, computed in
+    float32. Pair i, made of x[i] and x[i + H/2] (the "rotate half" layout), is turned by positions *
+    10000^(-2i / H). A query and a key turned in this way have a dot product that depends on the difference of
+    positions only.
     """
     wide, H = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
     angles = positions[..., None] * (1 / 10000.0 ** (jnp.arange(0, H, 2, dtype=wide) / H))  # [B, T, H/2]
@@ -99,8 +102,9 @@ def rotate(x, positions):
 def layer_fn(layer, x, attend):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Returns (x, whatever else `attend` returned).
 
-    layer: the parameters of one layer. x: [B, T, D]. attend(attention parameters, [B, T, D]) -> ([B, T, D], more).
-    Weights are brought to x's dtype here, where they are used: float32 parameters with a bfloat16 x is mixed precision.
+    layer: the parameters of one layer. x: [B, T, D]. attend(attention parameters, [B, T, D]) -> ([B, T, D],
+    more). Weights are brought to x's dtype here, where they are used: float32 parameters with a bfloat16 x is
+    mixed precision.
     """
     weights, mlp = jax.tree.map(lambda w: w.astype(x.dtype), (layer["attention"], layer["mlp"]))
     out, more = attend(weights, rms_norm(x, layer["attention_norm"]))
@@ -141,19 +145,21 @@ def project(params, x):
 def decoder(params, tokens, *, implementation=None, remat=False, dtype=None):
     """Logits float32 [B, T, V]: at [:, t], for the token after tokens[:, :t + 1].
 
-    tokens: integer [B, T] in 0..V-1; others are a ValueError, but compiled code cannot raise: there they make their row NaN.
-    implementation: as in attention.py. remat: keep only the input of each layer for the backward pass and compute
-    the rest of it again (memory for one layer instead of L, about a third more arithmetic). dtype: of the
-    computation, say jnp.bfloat16; None is that of the parameters, which stay as they are in any case.
+    tokens: integer [B, T] in 0..V-1; others are a ValueError, but compiled code cannot raise: there they make
+    their row NaN. implementation: as in attention.py. remat: keep only the input of each layer for the
+    backward pass and compute the rest of it again (memory for one layer instead of L, about a third more
+    arithmetic). dtype: of the computation, say jnp.bfloat16; None is that of the parameters, which stay as
+    they are in any case.
     """
     def attend(weights, x):
-        return attention.attention(weights, x, is_causal=True, rotate=rotate, implementation=implementation), None
+        out = attention.attention(weights, x, is_causal=True, rotate=rotate, implementation=implementation)
+        return out, None
 
     def body(x, layer):
         return layer_fn(layer, x, attend)
 
-    # A scan compiles one layer, whatever L is.
-    x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, embed(params, tokens, dtype), params["layers"])
+    body = jax.checkpoint(body) if remat else body  # the scan compiles one layer, whatever L is
+    x, _ = jax.lax.scan(body, embed(params, tokens, dtype), params["layers"])
     return project(params, x)  # [B, T, V]
 
 
@@ -161,8 +167,9 @@ def loss_fn(params, batch, **options):
     """Mean cross-entropy in nats per predicted token, and metrics {"loss", "tokens": their number}.
 
     batch: {"tokens": integer [B, T + 1], "mask": bool [B, T]}. mask[:, t] says whether the prediction of
-    tokens[:, t + 1] counts; where none does, loss and gradients are 0. What follows a row's last counted token is
-    padding and may hold anything. options: those of `decoder`. Log-probabilities and the mean are float32.
+    tokens[:, t + 1] counts; where none does, loss and gradients are 0. What follows a row's last counted
+    token is padding and may hold anything. options: those of `decoder`. Log-probabilities and the mean are
+    float32.
     """
     tokens, mask = jnp.asarray(batch["tokens"]), jnp.asarray(batch["mask"])
     if tokens.ndim != 2 or mask.shape != (tokens.shape[0], tokens.shape[1] - 1) or mask.dtype != bool:
@@ -172,7 +179,8 @@ def loss_fn(params, batch, **options):
     inputs, targets = jnp.where(counted, tokens[:, :-1], 0), jnp.where(mask, tokens[:, 1:], 0)
     logits = decoder(params, inputs, **options)  # [B, T, V]
     targets = check_tokens(params, targets)[..., None]  # [B, T, 1]
-    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1, mode="fill", fill_value=jnp.nan)
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1, mode="fill",
+                                    fill_value=jnp.nan)  # [B, T, 1]
     count = mask.sum()
     loss = -jnp.where(mask, log_probs[..., 0], 0).sum() / jnp.maximum(count, 1)
     return loss, {"loss": loss, "tokens": count}
@@ -184,7 +192,7 @@ def loss_fn(params, batch, **options):
 def init_decoder_cache(params, batch_size, max_length, dtype=None):
     """An empty cache for `cached_decoder`: attention.init_kv_cache with a leading axis L on every leaf.
 
-    {"k", "v": [L, B, S, K, H], "length": int32 [L, B]}, S = max_length. dtype: None is that of the parameters.
+    {"k", "v": [L, B, S, K, H], "length": int32 [L, B]}, S = max_length. dtype: None: that of params.
     """
     L, _, K, H = params["layers"]["attention"]["wk"].shape
     cache = attention.init_kv_cache(batch_size, max_length, K, H, dtype or params["embedding"].dtype)
@@ -198,7 +206,8 @@ def cached_layers(params, tokens, cache, seq_lengths=None, dtype=None):
     if not isinstance(new_lengths, jax.core.Tracer) and (new_lengths > S).any():
         raise ValueError(f"the cache holds {S} tokens a row, these would make it {new_lengths.max()}")
     if seq_lengths is not None:
-        tokens = jnp.where(jnp.arange(T) < jnp.asarray(seq_lengths)[:, None], tokens, 0)  # padding may be anything
+        seq_lengths = jnp.asarray(seq_lengths)
+        tokens = jnp.where(jnp.arange(T) < seq_lengths[:, None], tokens, 0)  # padding may hold anything
 
     def body(x, layer_and_cache):
         layer, layer_cache = layer_and_cache
@@ -209,36 +218,38 @@ def cached_layers(params, tokens, cache, seq_lengths=None, dtype=None):
 
 
 def cached_decoder(params, tokens, cache, *, seq_lengths=None, dtype=None):
-    """(logits float32 [B, T, V], cache): `decoder` for the next T tokens of rows whose beginning is in `cache`.
+    """(logits float32 [B, T, V], cache): `decoder` for the next T tokens of rows that begin in `cache`.
 
-    tokens: integer [B, T]; a whole prompt, a chunk of it, or one token. seq_lengths: integer [B], how many of the T
-    are real (right-padded rows; logits of padding mean nothing). Rows may stand at different positions. A row that
-    would run past the cache's end is a ValueError; compiled code cannot raise: there its logits are NaN and its
-    cache stays as it was. cache may be donated.
+    tokens: integer [B, T]; a whole prompt, a chunk of it, or one token. seq_lengths: integer [B], how many of
+    the T are real (right-padded rows; logits of padding mean nothing). Rows may stand at different positions.
+    A row that would run past the cache's end is a ValueError; compiled code cannot raise: there its logits
+    are NaN and its cache stays as it was. cache may be donated.
     """
     x, cache = cached_layers(params, jnp.asarray(tokens), cache, seq_lengths, dtype)
     return project(params, x), cache
 
 
 def sample(logits, key, temperature, top_k):
-    """Tokens int32 [B] drawn from softmax(logits [B, V] / temperature), among the top_k most likely ones if given."""
+    """Tokens int32 [B] drawn from softmax(logits [B, V] / temperature), among the top_k most likely ones if
+    given.
+    """
     logits, choices = jax.lax.top_k(logits, top_k or logits.shape[-1])  # [B, k], largest first
-    logits = (logits - logits[:, :1]) / temperature  # largest is 0: a tiny temperature cannot overflow to inf - inf
-    chosen = jax.random.categorical(key, logits)  # [B]
+    chosen = jax.random.categorical(key, logits / temperature)  # [B]; where all overflow, the first wins
     return jnp.take_along_axis(choices, chosen[:, None], axis=1)[:, 0]
 
 
 def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, temperature=0.0, top_k=None):
     """Continues each row of `prompt` by `num_tokens` tokens -> int32 [B, T + num_tokens].
 
-    prompt: integer [B, T], right-padded; prompt_lengths: integer [B], at least 1 (None: all T). A row's new tokens
-    stand directly after its own prompt, zeros after them. temperature 0 takes the most likely token; above, tokens
-    are drawn with `key`, among the `top_k` most likely if given. The cache has the dtype of the parameters. One
-    compiled call, compiled anew for each new shape of prompt, num_tokens and top_k. ValueError before any work.
+    prompt: integer [B, T], right-padded; prompt_lengths: integer [B], at least 1 (None: all T). A row's new
+    tokens stand directly after its own prompt, zeros after them. temperature 0 takes the most likely token;
+    above, tokens are drawn with `key`, among the `top_k` most likely if given. The cache has the dtype of the
+    parameters. One compiled call, compiled anew for each new shape of prompt, num_tokens and top_k.
+    ValueError before any work.
     """
     prompt, V = jnp.asarray(prompt), params["embedding"].shape[0]
     if prompt.ndim != 2 or 0 in prompt.shape:
-        raise ValueError(f"prompt must be integers [B, T] with at least one token a row, got {list(prompt.shape)}")
+        raise ValueError(f"prompt must be [B, T] with at least one token a row, got {list(prompt.shape)}")
     B, T = prompt.shape
     if not isinstance(num_tokens, numbers.Integral) or num_tokens < 1:
         raise ValueError(f"num_tokens must be a whole number of at least 1, got {num_tokens}")
@@ -296,9 +307,10 @@ LLAMA_LAYER_NAMES = {
 def from_llama(state, num_heads):
     """Our parameters from a Llama state dict of Hugging Face's `transformers`, its values as NumPy arrays.
 
-    Right for configurations with rms_norm_eps 1e-5, rope_theta 10000 without scaling, silu, and no biases; a state
-    dict does not say. Nor does it say how many query heads there are: num_heads. Where there is no lm_head.weight
-    the output is tied to the embedding, and gets a copy. ValueError if a name is missing or left over.
+    Right for configurations with rms_norm_eps 1e-5, rope_theta 10000 without scaling, silu, and no biases; a
+    state dict does not say. Nor does it say how many query heads there are: num_heads. Where there is no
+    lm_head.weight the output is tied to the embedding, and gets a copy. ValueError if a name is missing or
+    left over.
     """
     state = {name: value for name, value in state.items() if not name.endswith("rotary_emb.inv_freq")}
     state.setdefault("lm_head.weight", state.get("model.embed_tokens.weight"))
@@ -312,7 +324,8 @@ def from_llama(state, num_heads):
     def stack(name):
         return jnp.stack([take(f"model.layers.{i}.{name}.weight") for i in range(layers)])
 
-    params = {"embedding": jnp.asarray(take("model.embed_tokens.weight").T), "output": jnp.asarray(take("lm_head.weight")),
+    params = {"embedding": jnp.asarray(take("model.embed_tokens.weight").T),
+              "output": jnp.asarray(take("lm_head.weight")),
               "final_norm": jnp.asarray(take("model.norm.weight"))}
     flat = {ours: stack(theirs) for ours, theirs in LLAMA_LAYER_NAMES.items()}
     if state:
@@ -349,19 +362,23 @@ def to_llama(params):
 
 
 def documentation():
-    """The text to train on, uint8 [bytes]: the topics of Python's help(), in alphabetical order, newline-separated."""
+    """The text to train on, uint8 [bytes]: the topics of Python's help(), in alphabetical order,
+    newline-separated.
+    """
     from pydoc_data.topics import topics
     return np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
 
 
 def training_batch(text, batch_size, length, seed, step):
-    """The batch of a step, a pure function of (seed, step): windows of length + 1 bytes that start anywhere."""
+    """The batch of a step, a pure function of (seed, step): windows of length + 1 bytes that start anywhere.
+    """
     starts = np.random.default_rng([seed, step]).integers(0, len(text) - length, batch_size)
-    return {"tokens": text[starts[:, None] + np.arange(length + 1)], "mask": np.ones((batch_size, length), bool)}
+    tokens = text[starts[:, None] + np.arange(length + 1)]  # [B, T + 1]
+    return {"tokens": tokens, "mask": np.ones((batch_size, length), bool)}
 
 
 def evaluation_batches(text, start, length, batch_size):
-    """Batches that predict every byte of text[start:] exactly once, each from at least 3/4 length bytes before it.
+    """Batches that predict every byte of text[start:] once, each from at least 3/4 length bytes before it.
 
     A window that slides by length / 4, of which only the last quarter counts. Context may lie before `start`.
     """
@@ -376,35 +393,41 @@ def evaluation_batches(text, start, length, batch_size):
 
 
 def compressed_bits(text, start):
-    """Bits per byte that two compressors need for text[start:] after what comes before: size(all) - size(before)."""
-    sizes = {"xz -9": lambda data: len(lzma.compress(data, preset=9)), "bz2 -9": lambda data: len(bz2.compress(data, 9))}
+    """Bits per byte that two compressors need for text[start:] after what comes before: size(all) -
+    size(before).
+    """
+    sizes = {"xz -9": lambda data: len(lzma.compress(data, preset=9)),
+             "bz2 -9": lambda data: len(bz2.compress(data, 9))}
     return {name: 8 * (size(text) - size(text[:start])) / (len(text) - start) for name, size in sizes.items()}
 
 
 def main(argv=None):
-    """Trains, evaluates and writes as the flags say (see --help); returns {"model", "xz -9", "bz2 -9"}: bits per byte.
+    """Trains, evaluates and writes as the flags say (see --help).
 
-    A user's mistake ends in SystemExit with one line.
+    Returns the held-out bits per byte of {"model", "xz -9", "bz2 -9"}. A user's mistake ends in SystemExit with
+    one line.
     """
     import minijax_train  # here and nowhere else: the model needs attention.py only
 
     parser = argparse.ArgumentParser(
-        prog="decoder.py", description="Train a byte-level language model on the documentation inside Python.",
+        prog="decoder.py", description="Train a byte-level language model on Python's own documentation.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, without the usage
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # no usage
     add, number = parser.add_argument, minijax_train.number
-    add("--steps", type=number(int, 1), default=1500)
+    add("--steps", type=number(int, 1), default=1400)
     add("--batch-size", type=number(int, 1), default=4, help="windows per step, over all devices")
     add("--length", type=number(int, 4), default=512, help="bytes of text per window")
-    add("--layers", type=number(int, 1), default=4)
+    add("--layers", type=number(int, 1), default=3)
     add("--model-dim", type=number(int, 1), default=256)
     add("--heads", type=number(int, 1), default=4, help="query heads")
     add("--kv-heads", type=number(int, 1), default=2, help="key/value heads")
-    add("--learning-rate", type=number(float, 0), default=2e-3, help="peak: warm-up over a tenth, then cosine decay to 0")
-    add("--weight-decay", type=number(float, 0), default=0.1, help="of weight matrices, times the learning rate")
-    add("--seed", type=number(int, 0), default=0, help="of the initial parameters, the windows and the sample")
-    add("--log-every", type=number(int, 1), default=50, metavar="STEPS", help="steps per line, compiled call and checkpoint")
-    add("--checkpoint-dir", metavar="DIR", help="save the state here after every interval; the newest three are kept")
+    add("--learning-rate", type=number(float, 0), default=3e-3,
+        help="peak of the schedule: linear warm-up over a tenth of the steps, then cosine decay to 0")
+    add("--weight-decay", type=number(float, 0), default=0.5, help="of matrices, times the learning rate")
+    add("--seed", type=number(int, 0), default=0, help="of initial parameters, windows and the sample")
+    add("--log-every", type=number(int, 1), default=50, metavar="STEPS",
+        help="steps per interval: per line, compiled call and checkpoint")
+    add("--checkpoint-dir", metavar="DIR", help="save the state here after every interval; newest 3 kept")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
     args = parser.parse_args(argv)
     if args.resume and not args.checkpoint_dir:
@@ -415,7 +438,7 @@ def main(argv=None):
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt as interrupt:
-        saved = f"saved {interrupt}; go on with the same command and --resume" if str(interrupt) else "nothing saved"
+        saved = f"saved {interrupt}; go on with --resume" if str(interrupt) else "nothing saved"
         print(f"\ninterrupted: {saved}", file=sys.stderr)
         sys.exit(130)
     finally:
@@ -433,6 +456,7 @@ def run(args, minijax_train):
         raise ValueError(f"--batch-size {args.batch_size} cannot be shared evenly by {len(devices)} devices")
     text = documentation()
     start = len(text) - len(text) // 10  # the last tenth is held out
+    train = text[:start]
     if args.length >= start:
         raise ValueError(f"--length {args.length} is not less than the {start} bytes of training text")
     mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
@@ -446,8 +470,8 @@ def run(args, minijax_train):
 
     @functools.partial(jax.jit, out_shardings=replicated)
     def init():
-        params = init_decoder(jax.random.key(args.seed), vocab_size=256, num_layers=args.layers, model_dim=args.model_dim,
-                              num_heads=args.heads, num_kv_heads=args.kv_heads)
+        params = init_decoder(jax.random.key(args.seed), vocab_size=256, num_layers=args.layers,
+                              model_dim=args.model_dim, num_heads=args.heads, num_kv_heads=args.kv_heads)
         return {"params": params, "opt_state": optimizer.init(params)}
 
     state, save = {**init(), "step": 0}, None
@@ -456,30 +480,35 @@ def run(args, minijax_train):
         settings = {**{name: getattr(args, name) for name in names}, "text": zlib.crc32(text)}
         state, save = minijax_train.checkpointing(args.checkpoint_dir, settings, state, args.resume)
         if args.resume:
-            print(f"going on from step {state['step']}" if state["step"] else "nothing to resume: starting afresh")
+            step = state["step"]
+            print(f"going on from step {step}" if step else "nothing to resume: starting afresh")
     count = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     print(f"{count:,} parameters; {start:,} bytes to train on, {len(text) - start:,} held out")
 
     def intervals():
         for first in range(state["step"], args.steps, args.log_every):
             steps = range(first, min(first + args.log_every, args.steps))
-            batches = [training_batch(text[:start], args.batch_size, args.length, args.seed, step) for step in steps]
+            batches = [training_batch(train, args.batch_size, args.length, args.seed, s) for s in steps]
             yield jax.device_put(jax.tree.map(lambda *rows: np.stack(rows), *batches), by_step_and_row)
 
     def report(step, metrics, seconds):
-        print(f"step {step:6}  loss {metrics['loss'].mean():.4f} nats = {metrics['loss'].mean() / math.log(2):.4f} bits "
-              f"per byte  {metrics['tokens'].sum() / seconds:9,.0f} tokens/s", flush=True)
+        loss = metrics["loss"].mean()
+        print(f"step {step:6}  loss {loss:.4f} nats = {loss / math.log(2):.4f} bits per byte  "
+              f"{metrics['tokens'].sum() / seconds:9,.0f} tokens/s", flush=True)
 
     state = minijax_train.interval_loop(train_steps, state, intervals(), report, save)
     params = state["params"]
 
-    nats = jax.jit(lambda params, batch: (lambda loss, metrics: loss * metrics["tokens"])(*loss_fn(params, batch)))
-    total = sum(float(nats(params, jax.device_put(batch, by_row)))  # added up in float64
-                for batch in evaluation_batches(text, start, args.length, args.batch_size))
-    result = {"model": total / math.log(2) / (len(text) - start), **compressed_bits(text.tobytes(), start)}
+    evaluate = jax.jit(loss_fn)
+    nats = 0.0
+    for batch in evaluation_batches(text, start, args.length, args.batch_size):
+        loss, metrics = evaluate(params, jax.device_put(batch, by_row))
+        nats += float(loss) * int(metrics["tokens"])  # sums add up exactly over ragged batches
+    result = {"model": nats / math.log(2) / (len(text) - start), **compressed_bits(text.tobytes(), start)}
     print("held-out bits per byte: " + ", ".join(f"{name} {bits:.4f}" for name, bits in result.items()))
     prompt = text[None, start:start + args.length // 4]
-    written = generate(params, prompt, args.length - prompt.shape[1], key=jax.random.key(args.seed), temperature=0.7)
+    key, room = jax.random.key(args.seed), args.length - prompt.shape[1]
+    written = generate(params, prompt, room, key=key, temperature=0.7)
     prompt, written = prompt[0].tobytes(), np.asarray(written[0, prompt.shape[1]:]).astype(np.uint8).tobytes()
     print(f"--- given:\n{prompt.decode(errors='replace')}\n--- written:\n{written.decode(errors='replace')}")
     return result

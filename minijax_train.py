@@ -6,8 +6,9 @@
     python minijax_train.py --help       everything else
 
 Read it from the top: the model, the loss, the optimizer, the train step (a pure function), the loop in its
-plain and in its fast form, evaluation, checkpoints, and `main`, which puts them together. Everything above
-`main` stands alone: it works on any model whose parameters are a pytree and takes its batches as arguments.
+plain and in its fast form, evaluation, checkpoints, `run`, which puts them together, and as an appendix what
+the habits of the loop buy. The step, the loops and the checkpoints work for any model whose parameters are a
+pytree; the loss and the evaluation are this MLP's. Only `run` imports a sibling file, data.py.
 """
 import argparse
 import functools
@@ -30,6 +31,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 # ---------------------------------------------------------------- model and loss
+#
+# A batch is {"image": float [B, I], "label": integer [B], "mask": bool [B]}, mask False on padding rows.
 
 
 def init_mlp(key, layer_sizes):
@@ -41,8 +44,9 @@ def init_mlp(key, layer_sizes):
     if len(layer_sizes) < 2 or min(layer_sizes) < 1:
         raise ValueError(f"layer_sizes must be two or more positive widths, got {layer_sizes}")
     keys = jax.random.split(key, len(layer_sizes) - 1)  # one each: the same key would draw the same numbers
-    he_normal = jax.nn.initializers.he_normal()
-    return [{"w": he_normal(k, (i, o)), "b": jnp.zeros(o)} for k, i, o in zip(keys, layer_sizes, layer_sizes[1:])]
+    he_normal = jax.nn.initializers.he_normal(dtype=jnp.float32)
+    return [{"w": he_normal(k, (i, o)), "b": jnp.zeros(o, jnp.float32)}
+            for k, i, o in zip(keys, layer_sizes, layer_sizes[1:])]
 
 
 def mlp(params, x):
@@ -56,13 +60,17 @@ def mlp(params, x):
 
 
 def masked_losses(params, batch, label_smoothing=0.0):
-    """(cross-entropy float32 [B], 0 on padding rows; logits float32 [B, C]) of a batch as `loss_fn` describes it."""
-    mask, labels = batch["mask"], batch["label"]
+    """(cross-entropy float32 [B], 0 on padding rows; logits float32 [B, C]) of a batch; see `loss_fn`."""
+    mask, labels, rows = batch["mask"], batch["label"], batch["image"].shape[:1]
+    if not (labels.shape == mask.shape == rows and jnp.issubdtype(labels.dtype, jnp.integer) and mask.dtype == bool):
+        raise ValueError(f"expected integer labels and a bool mask, both {list(rows)}, got {labels.dtype} "
+                         f"{list(labels.shape)} and {mask.dtype} {list(mask.shape)}")
+    labels = labels.astype(jnp.int32)  # one_hot counts in the labels' dtype, where uint8 would wrap at 256
     # Zeros replace what padding rows hold before the model runs. Masking the losses alone is not enough: a NaN
     # in a padding row would come back as 0 * NaN in the gradient.
     logits = mlp(params, jnp.where(mask[:, None], batch["image"], 0)).astype(jnp.float32)  # [B, C]
     classes = logits.shape[1]
-    targets = optax.smooth_labels(jax.nn.one_hot(labels, classes), label_smoothing)  # [B, C]
+    targets = optax.smooth_labels(jax.nn.one_hot(labels, classes, dtype=jnp.float32), label_smoothing)  # [B, C]
     losses = optax.softmax_cross_entropy(logits, targets)  # [B]
     # Compiled code cannot raise on a label that is no class, so let NaN tell.
     losses = jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
@@ -72,8 +80,8 @@ def masked_losses(params, batch, label_smoothing=0.0):
 def loss_fn(params, batch, label_smoothing=0.0):
     """Mean cross-entropy in nats over the real examples of a batch, and metrics {"loss", "accuracy"}.
 
-    batch: {"image": float [B, I], "label": integer [B], "mask": bool [B]}; rows where `mask` is False count
-    for nothing, and where all are, loss and gradients are 0. A label outside 0..C-1 makes the loss NaN.
+    Rows where `mask` is False count for nothing, whatever they hold; if all are, loss and gradients are 0. A
+    label outside 0..C-1 makes the loss NaN. ValueError for labels or a mask of another shape or dtype.
     label_smoothing spreads that share of the target evenly over all C classes (Szegedy et al. 2016,
     arXiv:1512.00567, section 7).
     """
@@ -91,20 +99,24 @@ def make_optimizer(learning_rate, weight_decay, b1=0.9, b2=0.999, eps=1e-8):
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decay on weight matrices only.
 
     learning_rate: a number or an optax schedule. A leaf named b, bias, scale or norm (or ..._norm and so on)
-    is not decayed. Names decide, not ndim: the norm scales of stacked layers have two axes too.
+    is not decayed; a leaf without a name is. Names decide, not ndim: the norm scales of stacked layers have
+    two axes too.
     """
     def is_decayed(path, _):
-        name = str(getattr(path[-1], "key", "")) if path else ""
+        name = jax.tree_util.keystr(path[-1:], simple=True)
         return name.split("_")[-1] not in ("b", "bias", "scale", "norm")
 
-    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay,
-                       mask=functools.partial(jax.tree.map_with_path, is_decayed))
+    def mask(params):  # optax wants a tree of booleans like the parameters
+        return jax.tree.map_with_path(is_decayed, params)
+
+    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
 
 
 def make_train_step(loss_fn, optimizer):
     """The train step, a pure function: (params, opt_state, batch) -> (params, opt_state, metrics).
 
-    loss_fn: any (params, batch) -> (scalar, metrics). optimizer: any optax.GradientTransformation.
+    loss_fn: any (params, batch) -> (scalar, metrics), the one above is an example. optimizer: any
+    optax.GradientTransformation.
     Compile it with `jax.jit(train_step, donate_argnums=(0, 1))`: the new parameters and optimizer state then
     take the memory of the old, and the old ones must not be used again.
     """
@@ -136,6 +148,11 @@ def make_train_steps(train_step):
 # ---------------------------------------------------------------- the loop, twice
 
 
+def stacked(metrics):
+    """A list of K metrics trees on the device as one tree of host arrays [K]."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(metrics))
+
+
 def plain_loop(train_step, params, opt_state, batches, log_every, report):
     """The loop to read first: one compiled step a batch. Returns the last (params, opt_state).
 
@@ -150,10 +167,10 @@ def plain_loop(train_step, params, opt_state, batches, log_every, report):
         waiting.append(metrics)
         if len(waiting) == log_every:
             jax.block_until_ready(waiting)  # the one intended wait
-            report(step, jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(waiting)))
+            report(step, stacked(waiting))
             waiting = []
     if waiting:
-        report(step, jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(waiting)))
+        report(step, stacked(waiting))
     return params, opt_state
 
 
@@ -161,14 +178,14 @@ def interval_loop(train_steps, state, intervals, report, save=None):
     """The same loop, faster: one compiled call an interval, and no gap between two. Returns the last state.
 
     train_steps: compiled, may donate its first two arguments. state: {"params", "opt_state", "step": int}.
-    intervals: batches with a leading axis of steps. report(step, metrics, seconds) is given the number of the
-    interval's last step, its metrics as host arrays [K], and the time since the interval before. save(state)
-    is called after every interval, where it is given. FloatingPointError, before either, if metrics["loss"]
-    is not finite at some step.
+    intervals: batches with a leading axis of steps. report(step, metrics, seconds) is given the number of an
+    interval's last step, its metrics as host arrays [K], and the time since the interval before. save(state),
+    where given, is called after every interval; it must wait for the state, so the overlap is lost.
+    FloatingPointError, before either is called, if metrics["loss"] is not finite at some step.
     """
-    started, running = time.perf_counter(), None
+    started, pending = time.perf_counter(), None
 
-    def read(step, metrics):
+    def read_and_report(step, metrics):
         nonlocal started
         metrics = jax.device_get(metrics)  # waits until the interval is done
         if (bad := ~np.isfinite(metrics["loss"])).any():
@@ -182,15 +199,15 @@ def interval_loop(train_steps, state, intervals, report, save=None):
         params, opt_state, metrics = train_steps(state["params"], state["opt_state"], batches)
         step = state["step"] + len(metrics["loss"])
         state = {**state, "params": params, "opt_state": opt_state, "step": step}
-        if running:  # read the last interval's numbers only now, when the device already has its next work
-            read(*running)
-        running = step, metrics
-        if save:  # needs the state, so here the device must wait
-            read(*running)
-            running = None
+        if pending:  # the previous interval: read only now, when the device already has its next work
+            read_and_report(*pending)
+        pending = step, metrics
+        if save:
+            read_and_report(*pending)
+            pending = None
             save(state)
-    if running:
-        read(*running)
+    if pending:
+        read_and_report(*pending)
     return state
 
 
@@ -227,16 +244,17 @@ def evaluate_batch(params, batch):
 def evaluate(params, batches):
     """{"loss": float, "accuracy": float, "confusion": int64 [C, C]} over all real examples of `batches`.
 
-    The batches are those of `loss_fn`. The result does not depend on how the examples are cut into batches.
+    The result does not depend on how the examples are cut into batches.
     ValueError if there is no real example at all.
     """
-    loss, confusion, running = 0.0, 0, None
-    for batch in itertools.chain(batches, [None]):
+    loss, confusion, pending = 0.0, 0, None
+    for batch in itertools.chain(batches, [None]):  # reads one batch behind, like the training loop
         following = evaluate_batch(params, batch) if batch is not None else None
-        if running is not None:  # one batch behind, like the training loop; added up in float64 and int64
-            batch_loss, batch_confusion = jax.device_get(running)
-            loss, confusion = loss + float(batch_loss), confusion + batch_confusion.astype(np.int64)
-        running = following
+        if pending is not None:
+            batch_loss, batch_confusion = jax.device_get(pending)
+            loss += float(batch_loss)  # in float64
+            confusion = confusion + batch_confusion.astype(np.int64)
+        pending = following
     if not np.sum(confusion):
         raise ValueError("nothing to evaluate: the batches hold no real example")
     count = confusion.sum()
@@ -244,10 +262,6 @@ def evaluate(params, batches):
 
 
 # ---------------------------------------------------------------- checkpoints
-
-# What numpy, json, zipfile and zlib raise on a damaged archive.
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError, RuntimeError,
-          zipfile.BadZipFile, zlib.error)
 
 
 def save_checkpoint(path, tree):
@@ -260,7 +274,7 @@ def save_checkpoint(path, tree):
     arrays, leaves = {}, []
     for number, (leaf_path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
         name, array = leaf_to_array(leaf)
-        arrays[str(number)] = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
+        arrays[str(number)] = array  # npz keeps bfloat16 as two nameless bytes; `leaves` knows what they were
         leaves.append([jax.tree_util.keystr(leaf_path), name])
     temporary = Path(f"{path}.tmp")
     try:
@@ -278,9 +292,25 @@ def leaf_to_array(leaf):
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return str(leaf.dtype), np.asarray(jax.random.key_data(leaf))
     array = np.asarray(leaf)
-    if array.dtype.hasobject:
+    if array.dtype.hasobject:  # npz would pickle it
         raise ValueError(f"checkpoint leaves must be arrays or numbers, got {type(leaf).__name__}")
-    return array.dtype.name, array
+    return array.dtype.name, array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def read_archive(path):
+    """{path in the tree: (dtype name, array)} of a checkpoint file, every checksum compared."""
+    with open(path, "rb") as file:  # an OSError here is the disk's, from here on the archive's
+        try:
+            with zipfile.ZipFile(file) as archive:
+                if damaged := archive.testzip():
+                    raise ValueError(f"bad checksum of {damaged}")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                leaves = json.loads(archive["leaves"].item())
+                return {leaf_path: (dtype, archive[str(n)]) for n, (leaf_path, dtype) in enumerate(leaves)}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError, RuntimeError,
+                zipfile.BadZipFile, zlib.error) as error:  # what numpy, json, zipfile and zlib raise on damage
+            raise ValueError(f"{path} is damaged or no checkpoint: {error}") from error
 
 
 def load_checkpoint(path, like):
@@ -290,13 +320,7 @@ def load_checkpoint(path, like):
     others as NumPy arrays. ValueError if the file is damaged, or if its leaves and those of `like` differ in
     path, shape or dtype (it names the first difference); OSError if it cannot be read.
     """
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            leaves = json.loads(archive["leaves"].item())
-            arrays = [archive[str(number)] for number in range(len(leaves))]
-    except DAMAGE as error:
-        raise ValueError(f"{path} is damaged or no checkpoint: {error}") from error
-    saved = {leaf_path: (dtype, array) for (leaf_path, dtype), array in zip(leaves, arrays)}
+    saved = read_archive(path)
     wanted = {jax.tree_util.keystr(leaf_path): leaf for leaf_path, leaf in jax.tree.leaves_with_path(like)}
     result = []
     for leaf_path in {**wanted, **saved}:
@@ -326,41 +350,36 @@ def latest_checkpoint(directory):
     """The newest undamaged checkpoint (by number) of a folder, or None; damaged ones are named on stderr."""
     for path in reversed(list_checkpoints(directory)):
         try:
-            with zipfile.ZipFile(path) as archive:
-                if (damaged := archive.testzip()) is None:  # reads everything, compares every checksum
-                    return path
-        except (OSError, *DAMAGE) as error:
-            damaged = error
-        print(f"{path} is damaged ({damaged}): looking for an older checkpoint", file=sys.stderr)
+            read_archive(path)
+            return path
+        except (OSError, ValueError) as error:
+            print(f"{error}: looking for an older checkpoint", file=sys.stderr)
     return None
 
 
-def checkpointing(directory, settings, state, resume):
+def checkpointing(directory, settings, state, resume, interrupted):
     """(state to start from, save function for `interval_loop`); keeps the newest three checkpoints.
 
-    settings: a dict of the numbers that a resumed run must share with the one that it continues. Every process
-    reads, only process 0 writes. From here on the first Ctrl-C waits for the end of the interval: `save` then
-    raises KeyboardInterrupt after it has saved. ValueError if `directory` holds checkpoints and `resume` is
-    False, or if the newest was made with other settings or shapes.
+    settings: a dict of the numbers that a resumed run must share with the one that it continues. interrupted:
+    a list that is no longer empty once the user pressed Ctrl-C; `save` then raises KeyboardInterrupt, after it
+    has saved. With several processes all read the same folder and only process 0 writes. ValueError if the
+    folder holds checkpoints and `resume` is False, or if the newest was made with other settings or shapes.
     """
     directory, found = Path(directory), latest_checkpoint(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    settings = {name: np.asarray(value) for name, value in settings.items()}
+    if jax.process_count() > 1:
+        newest = np.array(int(found.stem.removeprefix("step_")) if found else -1)
+        if len(set(multihost_utils.process_allgather(newest).tolist())) > 1:
+            raise ValueError(f"the processes do not see the same checkpoints in {directory} (this one: {found})")
     if found and not resume:
         raise ValueError(f"{found} exists: add --resume to go on from it, or give another folder")
+    settings = {name: np.asarray(value) for name, value in settings.items()}
     if found:
         loaded = load_checkpoint(found, {**state, "step": np.asarray(0), "settings": settings})
         for name, value in loaded.pop("settings").items():
             if value != settings[name]:
                 raise ValueError(f"{found} was made with {name} {value}, expected {settings[name]}")
         state = {**loaded, "step": int(loaded["step"])}
-    interrupted = []
-
-    def on_interrupt(*_):
-        interrupted.append(True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
-
-    signal.signal(signal.SIGINT, on_interrupt)
 
     def save(state):
         stop = bool(interrupted)
@@ -376,12 +395,244 @@ def checkpointing(directory, settings, state, resume):
             for old in paths[:max(0, paths.index(path) - 2)]:
                 old.unlink()
         if stop:
-            raise KeyboardInterrupt(path)
+            raise KeyboardInterrupt(path)  # `command_line` tells the user
 
     return state, save
 
 
-# ---------------------------------------------------------------- what the habits buy
+# ---------------------------------------------------------------- the main job
+
+
+def run(args):
+    """Trains and evaluates as `args` say; returns {"accuracy", "loss", "confusion"} of the test set."""
+    import data  # here and nowhere else, so that this file works alone
+
+    if args.distributed:
+        join_processes()
+    devices = find_devices()
+    say = print if jax.process_index() == 0 else lambda *_, **__: None
+    plt = import_pyplot(args.plot) if args.plot else None
+    dataset = (data.load_fashion_mnist(args.data_dir) if args.dataset == "fashion_mnist"
+               else data.synthetic(args.seed, 10_000, 2_000))
+    say(f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}, "
+        f"{dataset['origin']}")
+    count = len(dataset["train"]["label"])
+    if args.batch_size % len(devices):
+        raise ValueError(f"--batch-size {args.batch_size} cannot be shared evenly by {len(devices)} devices")
+    if args.batch_size > count:
+        raise ValueError(f"--batch-size {args.batch_size} is more than the {count} training images")
+    if args.habits:
+        return run_habits(args, data, dataset["train"], plt)
+    interrupted = note_interrupts()
+
+    # Data parallelism: every device holds all parameters and a share of each batch. The compiler adds the
+    # all-reduce of the gradients; the train step does not change.
+    mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
+    replicated, by_row, by_step_and_row = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",), (None, "batch")))
+    # Of several processes, process p loads the p-th share of each batch; JAX joins the shares to one array.
+    share = args.batch_size // jax.process_count()
+    rows = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+
+    def my_rows(batches):
+        return ({name: values[rows] for name, values in batch.items()} for batch in batches)
+
+    steps_per_epoch = count // args.batch_size
+    total = steps_per_epoch * args.epochs
+    schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, total // 10, total)
+    rates = np.asarray(jax.jit(schedule)(np.arange(total)))  # for the log
+    optimizer = make_optimizer(schedule, args.weight_decay, b2=0.95)
+
+    def training_loss(params, batch):  # uint8 travels to the device, a quarter of the bytes
+        return loss_fn(params, {**batch, "image": data.preprocess(batch["image"])}, label_smoothing=0.1)
+
+    train_steps = jax.jit(make_train_steps(make_train_step(training_loss, optimizer)), donate_argnums=(0, 1))
+
+    @functools.partial(jax.jit, out_shardings=replicated)
+    def init():
+        params = init_mlp(jax.random.key(args.seed), [784, *args.hidden, 10])
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    state, save = {**init(), "step": 0}, None
+    if args.checkpoint_dir:
+        settings = {name: getattr(args, name)
+                    for name in ("seed", "epochs", "batch_size", "learning_rate", "weight_decay")}
+        settings["examples"] = count
+        state, save = checkpointing(args.checkpoint_dir, settings, state, args.resume, interrupted)
+        if args.resume:
+            say(f"going on from step {state['step']}" if state["step"] else "nothing to resume: starting afresh")
+
+    padded = my_rows(data.batches(dataset["test"], args.batch_size, remainder="pad"))
+    images = ({**batch, "image": data.preprocess(batch["image"])} for batch in padded)
+    test = list(data.to_device(images, by_row))  # stays on the device
+    first = state["step"]
+
+    def report(step, metrics, seconds):
+        speed = len(metrics["loss"]) * args.batch_size / seconds
+        say(f"epoch {(step - 1) // steps_per_epoch + 1:3}  step {step:6}  loss {metrics['loss'].mean():.4f}  "
+            f"accuracy {metrics['accuracy'].mean():.4f}  learning rate {rates[step - 1]:.2e}  {speed:9,.0f} examples/s"
+            + (" (with compilation)" if step == first + len(metrics["loss"]) else ""), flush=True)
+        if interrupted and not save:
+            raise KeyboardInterrupt
+
+    result = None
+    for epoch in range(state["step"] // steps_per_epoch, args.epochs):
+        batches = my_rows(data.batches(dataset["train"], args.batch_size, seed=args.seed, epoch=epoch))
+        batches = itertools.islice(batches, state["step"] % steps_per_epoch, None)  # where a resumed run stands
+        intervals = data.to_device(data.stack(batches, args.log_every), by_step_and_row)
+        state = interval_loop(train_steps, state, intervals, report, save)
+        result = evaluate(state["params"], test)
+        say(f"epoch {epoch + 1:3}  test accuracy {result['accuracy']:.4f}  test loss {result['loss']:.4f}", flush=True)
+    result = result or evaluate(state["params"], test)
+    if not np.isfinite(result["loss"]):
+        raise FloatingPointError(f"the test loss is {result['loss']} after step {state['step']}")
+    say(confusion_table(result["confusion"], data.CLASS_NAMES))
+    say(f"test accuracy {result['accuracy']:.4f}")
+    if plt and jax.process_index() == 0:
+        plot_confusion(plt, result["confusion"], data.CLASS_NAMES, args.plot)
+    return result
+
+
+def find_devices():
+    """`jax.devices()`, without the traceback that the plugin of jax[cuda12] prints where there is no NVIDIA GPU."""
+    if not any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"no device for JAX_PLATFORMS={jax.config.jax_platforms}: {error or type(error)}") from error
+
+
+def join_processes():
+    """`jax.distributed.initialize` with what the environment says; the rest it finds itself (Slurm, Open MPI, ...)."""
+    given = {}
+    for name, pattern in ("coordinator_address", r".+:\d+"), ("num_processes", r"\d+"), ("process_id", r"\d+"):
+        if (value := os.environ.get(f"JAX_{name.upper()}")) is not None:
+            if not re.fullmatch(pattern, value):
+                raise ValueError(f"JAX_{name.upper()} must look like {pattern}, got {value!r}")
+            given[name] = int(value) if value.isdigit() else value
+    jax.distributed.initialize(**given)
+
+
+def note_interrupts():
+    """From here on the first Ctrl-C only fills the list that is returned, the second ends the process.
+
+    An exception raised wherever the program happens to be could land inside JAX, which swallows it or crashes.
+    """
+    interrupted = []
+
+    def on_interrupt(*_):
+        interrupted.append(True)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.write(2, b"\nstopping at the end of this interval; Ctrl-C again to stop at once\n")
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    return interrupted
+
+
+def command_line(parser, run, argv):
+    """Parses `argv`, calls run(args); a user's mistake or Ctrl-C ends in SystemExit with one line."""
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # without the usage
+    args = parser.parse_args(argv)
+    if args.resume and not args.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir")
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        return run(args)
+    except (ValueError, OSError, FloatingPointError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        sys.exit(f"{parser.prog}: {str(error) or type(error).__name__}")
+    except KeyboardInterrupt as interrupt:
+        saved = "go on from the last checkpoint, if there is one, with the same command and --resume"
+        print(f"interrupted{f', saved {interrupt}' if str(interrupt) else ''}: {saved}", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        if signal.getsignal(signal.SIGINT) is not handler:
+            signal.signal(signal.SIGINT, handler)
+
+
+def number(kind, least, most=sys.float_info.max):
+    """An argparse type: an int or float between `least` and `most`."""
+    def parse(text):
+        try:
+            if least <= (value := kind(text)) <= most:
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected {kind.__name__} of at least {least}"
+                                         f"{f' and at most {most}' if most < 2**63 else ''}, got {text!r}")
+
+    return parse
+
+
+def main(argv=None):
+    """The command line: see --help. Returns what `run` returns (with --habits {"seconds", "facts"})."""
+    parser = argparse.ArgumentParser(
+        prog="minijax_train.py", description="Train a multilayer perceptron on Fashion-MNIST and evaluate it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add, count = parser.add_argument, number(int, 1, 2**31 - 1)
+    add("--epochs", type=count, default=14, help="passes over the training images")
+    add("--batch-size", type=count, default=512, help="images per step, over all devices")
+    add("--learning-rate", type=number(float, 0), default=2e-3,
+        help="peak of the schedule: linear warm-up over a tenth of the steps, then cosine decay to 0")
+    add("--weight-decay", type=number(float, 0), default=0.1,
+        help="AdamW's decay of weight matrices, times the learning rate")
+    add("--hidden", type=count, nargs="+", default=[512, 512], metavar="W", help="widths of the hidden layers")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0,
+        help="of the initial parameters and the order of the images")
+    add("--log-every", type=count, default=39, metavar="STEPS",
+        help="steps per interval: per line, compiled call and checkpoint")
+    add("--data-dir", metavar="DIR", help="folder with the four files, which must exist; without it the user's "
+        "cache folder, Debian's package, then a download")
+    add("--dataset", choices=["fashion_mnist", "synthetic"], default="fashion_mnist",
+        help="synthetic: made-up images, nothing to fetch")
+    add("--checkpoint-dir", metavar="DIR", help="save the state here after every interval; the newest three are kept")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
+    add("--plot", metavar="FILE.png", help="draw the confusion matrix, or the table of --habits (needs matplotlib)")
+    add("--habits", action="store_true", help="measure what each habit of the loop buys here, instead of training")
+    add("--distributed", action="store_true", help="be one of several processes: see README.md")
+    return command_line(parser, run, argv)
+
+
+def confusion_table(confusion, names):
+    """The matrix as text, rows = true classes, and the three most frequent confusions in words."""
+    lines = ["\nrows: true class, columns: predicted", " " * 12 + "".join(f"{name[:7]:>8}" for name in names)]
+    lines += [f"{name:<12}" + "".join(f"{count:8}" for count in row) for name, row in zip(names, confusion)]
+    wrong = np.where(np.eye(len(names), dtype=bool), 0, confusion)
+    for index in np.argsort(-wrong, axis=None, kind="stable")[:3]:
+        true, predicted = np.unravel_index(index, wrong.shape)
+        lines.append(f"{wrong[true, predicted]:4} x {names[true]} taken for {names[predicted]}")
+    return "\n".join(lines)
+
+
+def import_pyplot(path):
+    """matplotlib's pyplot, drawing to files. ValueError where it is not installed or could not write `path`."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no such folder")
+    if Path(path).suffix[1:].lower() not in pyplot.figure().canvas.get_supported_filetypes():
+        raise ValueError(f"--plot {path}: expected a name that ends in .png (or .pdf, .svg)")
+    return pyplot
+
+
+def plot_confusion(plt, confusion, names, path):
+    """Draws a confusion matrix to an image file."""
+    figure, axes = plt.subplots(figsize=(8, 7), layout="constrained")
+    axes.imshow(confusion, cmap="Blues")
+    axes.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="predicted class", ylabel="true class")
+    axes.set_xticklabels(names, rotation=45, ha="right")
+    axes.set_yticklabels(names)
+    for (true, predicted), count in np.ndenumerate(confusion):
+        axes.text(predicted, true, count, ha="center", va="center",
+                  color="white" if count > confusion.max() / 2 else "black")
+    figure.savefig(path, dpi=150)
+
+
+# ---------------------------------------------------------------- appendix: what the habits buy
 
 
 def matrix_products(params, batch_size, steps):
@@ -471,7 +722,7 @@ def measure_habits(train, preprocess, batches, stack, to_device, *, batch_size, 
     seconds = {name: float(np.median(values[1:])) for name, values in times.items()}
 
     first = next(batches(floats, batch_size))
-    facts = {"float bytes": first["image"].nbytes, "uint8 bytes": first["image"].nbytes // 4}
+    facts = {"float bytes": first["image"].nbytes, "uint8 bytes": train["image"][:batch_size].nbytes}
     for name, compiled in ("kept", kept), ("donated", donated):
         memory = compiled.lower(*init(), {**first, "image": train["image"][:batch_size]}).compile().memory_analysis()
         facts[f"{name} bytes"] = (memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -483,16 +734,18 @@ def measure_habits(train, preprocess, batches, stack, to_device, *, batch_size, 
         step, state = jax.jit(make_train_step(float_loss, optimizer)), init()  # a new function: compiled anew
         start = time.perf_counter()
         for batch in (first, last):
-            *state, metrics = step(*state, batch)
-        jax.block_until_ready((state, metrics))
+            params, opt_state, _ = step(*state, batch)
+            state = params, opt_state
+        jax.block_until_ready(state)
         facts[f"{name} seconds"], facts[f"{name} compilations"] = time.perf_counter() - start, len(traced)
     # How long does a step take? Stopping the clock when the call returns tells when the work was queued.
     state = jax.block_until_ready(init())
     start = time.perf_counter()
     for _ in range(steps):
-        *state, metrics = floats_step(*state, first)
+        params, opt_state, _ = floats_step(*state, first)
+        state = params, opt_state
     facts["dispatch seconds"] = (time.perf_counter() - start) / steps
-    jax.block_until_ready((state, metrics))
+    jax.block_until_ready(state)
     facts["true seconds"] = (time.perf_counter() - start) / steps
     return seconds, facts
 
@@ -539,200 +792,17 @@ def plot_habits(plt, seconds, batch_size, path):
     figure.savefig(path, dpi=150)
 
 
-# ---------------------------------------------------------------- the main job
-
-
-def number(kind, least):
-    """An argparse type: a finite number of at least `least`."""
-    def parse(text):
-        value = kind(text)
-        if not least <= value < float("inf"):
-            raise ValueError
-        return value
-
-    parse.__name__ = f"{kind.__name__} of at least {least}"  # argparse puts it into its message
-    return parse
-
-
-def make_parser():
-    """The command line of `main`."""
-    parser = argparse.ArgumentParser(
-        prog="minijax_train.py", description="Train a multilayer perceptron on Fashion-MNIST and evaluate it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, without the usage
-    add = parser.add_argument
-    add("--epochs", type=number(int, 1), default=14, help="passes over the training images")
-    add("--batch-size", type=number(int, 1), default=512, help="images per step, over all devices")
-    add("--learning-rate", type=number(float, 0), default=2e-3,
-        help="peak of the schedule: linear warm-up over a tenth of the steps, then cosine decay to 0")
-    add("--weight-decay", type=number(float, 0), default=0.1,
-        help="AdamW's decay of weight matrices, times the learning rate")
-    add("--hidden", type=number(int, 1), nargs="+", default=[512, 512], metavar="W",
-        help="widths of the hidden layers")
-    add("--seed", type=number(int, 0), default=0, help="of the initial parameters and the order of the images")
-    add("--log-every", type=number(int, 1), default=39, metavar="STEPS",
-        help="steps per interval: per line, compiled call and checkpoint")
-    add("--data-dir", metavar="DIR", help="folder with the four files, which must exist; without it the user's "
-        "cache folder, Debian's package, then a download")
-    add("--dataset", choices=["fashion_mnist", "synthetic"], default="fashion_mnist",
-        help="synthetic: made-up images, nothing to fetch")
-    add("--checkpoint-dir", metavar="DIR", help="save the state here after every interval; the newest three are kept")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
-    add("--plot", metavar="FILE.png", help="draw the confusion matrix, or the table of --habits (needs matplotlib)")
-    add("--habits", action="store_true", help="measure what each habit of the loop buys here, instead of training")
-    add("--distributed", action="store_true", help="be one of several processes: see README.md")
-    return parser
-
-
-def main(argv=None):
-    """Trains and evaluates as the flags say (see --help); returns {"accuracy", "loss", "confusion"} of the test set.
-
-    A user's mistake ends in SystemExit with one line.
-    """
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    if args.resume and not args.checkpoint_dir:
-        parser.error("--resume needs --checkpoint-dir")
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        return run(args)
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"{parser.prog}: {error}")
-    except KeyboardInterrupt as interrupt:
-        saved = f"saved {interrupt}; go on with the same command and --resume" if str(interrupt) else "nothing saved"
-        print(f"\ninterrupted: {saved}", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def run(args):
-    """What `main` does once the command line is read."""
-    import data  # here and nowhere else, so that this file works alone
-
-    # Without an NVIDIA GPU the CUDA plugin of jax[cuda12] would print a traceback before JAX takes the CPU.
-    if not any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    if args.distributed:
-        given = [("coordinator_address", str), ("num_processes", int), ("process_id", int)]
-        jax.distributed.initialize(**{name: kind(os.environ[f"JAX_{name.upper()}"]) for name, kind in given
-                                      if f"JAX_{name.upper()}" in os.environ})
-    say = print if jax.process_index() == 0 else lambda *_, **__: None
-    plt = import_pyplot() if args.plot else None
-    dataset = (data.load_fashion_mnist(args.data_dir) if args.dataset == "fashion_mnist"
-               else data.synthetic(args.seed, 10_000, 2_000))
-    devices = jax.devices()
-    say(f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}, "
-        f"{dataset['origin']}")
-    if args.batch_size % len(devices):
-        raise ValueError(f"--batch-size {args.batch_size} cannot be shared evenly by {len(devices)} devices")
-    if args.batch_size > len(dataset["train"]["label"]):
-        raise ValueError(f"--batch-size {args.batch_size} is more than the {len(dataset['train']['label'])} "
-                         "training images")
-    if args.habits:
-        seconds, facts = measure_habits(
-            dataset["train"], data.preprocess, data.batches, data.stack, data.to_device,
-            batch_size=args.batch_size, log_every=args.log_every, hidden=args.hidden)
-        say(f"layers {[784, *args.hidden, 10]}, batch {args.batch_size}, intervals of {args.log_every} steps")
-        say(habits_table(seconds, facts, args.batch_size))
-        if plt:
-            plot_habits(plt, seconds, args.batch_size, args.plot)
-        return {"seconds": seconds, "facts": facts}
-
-    # Data parallelism: every device holds all parameters and a share of each batch. The compiler adds the
-    # all-reduce of the gradients; the train step does not change.
-    mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
-    replicated, by_row, by_step_and_row = (
-        NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",), (None, "batch")))
-    share = args.batch_size // jax.process_count()  # this process's rows of each batch
-    rows = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
-
-    def my_rows(batches):
-        return ({name: values[rows] for name, values in batch.items()} for batch in batches)
-
-    steps_per_epoch = len(dataset["train"]["label"]) // args.batch_size
-    total = steps_per_epoch * args.epochs
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, total // 10, total)
-    optimizer = make_optimizer(schedule, args.weight_decay, b2=0.95)
-    rates = np.asarray(jax.jit(jax.vmap(schedule))(np.arange(total)))
-
-    def training_loss(params, batch):  # uint8 travels to the device, a quarter of the bytes
-        return loss_fn(params, {**batch, "image": data.preprocess(batch["image"])}, label_smoothing=0.1)
-
-    train_steps = jax.jit(make_train_steps(make_train_step(training_loss, optimizer)), donate_argnums=(0, 1))
-
-    @functools.partial(jax.jit, out_shardings=replicated)
-    def init():
-        params = init_mlp(jax.random.key(args.seed), [784, *args.hidden, 10])
-        return {"params": params, "opt_state": optimizer.init(params)}
-
-    state, save = {**init(), "step": 0}, None
-    if args.checkpoint_dir:
-        settings = {name: getattr(args, name)
-                    for name in ("seed", "epochs", "batch_size", "learning_rate", "weight_decay")}
-        settings["examples"] = len(dataset["train"]["label"])
-        state, save = checkpointing(args.checkpoint_dir, settings, state, args.resume)
-        if args.resume:
-            say(f"going on from step {state['step']}" if state["step"] else "nothing to resume: starting afresh")
-
-    test = data.batches(dataset["test"], args.batch_size, remainder="pad")
-    test = ({**batch, "image": data.preprocess(batch["image"])} for batch in my_rows(test))
-    test = list(data.to_device(test, by_row))  # it stays on the device
-
-    def report(step, metrics, seconds):
-        say(f"epoch {(step - 1) // steps_per_epoch + 1:3}  step {step:6}  loss {metrics['loss'].mean():.4f}  "
-            f"accuracy {metrics['accuracy'].mean():.4f}  learning rate {rates[step - 1]:.2e}  "
-            f"{len(metrics['loss']) * args.batch_size / seconds:9,.0f} examples/s", flush=True)
-
-    result = None
-    for epoch in range(state["step"] // steps_per_epoch, args.epochs):
-        batches = my_rows(data.batches(dataset["train"], args.batch_size, seed=args.seed, epoch=epoch))
-        batches = itertools.islice(batches, state["step"] % steps_per_epoch, None)  # where a resumed run stands
-        intervals = data.to_device(data.stack(batches, args.log_every), by_step_and_row)
-        state = interval_loop(train_steps, state, intervals, report, save)
-        result = evaluate(state["params"], test)
-        say(f"epoch {epoch + 1:3}  test accuracy {result['accuracy']:.4f}  test loss {result['loss']:.4f}", flush=True)
-    result = result or evaluate(state["params"], test)
-    say(confusion_table(result["confusion"], data.CLASS_NAMES))
-    say(f"test accuracy {result['accuracy']:.4f}")
-    if plt and jax.process_index() == 0:
-        plot_confusion(plt, result["confusion"], data.CLASS_NAMES, args.plot)
-    return result
-
-
-def confusion_table(confusion, names):
-    """The matrix as text, rows = true classes, and the three most frequent confusions in words."""
-    lines = ["\nrows: true class, columns: predicted", " " * 12 + "".join(f"{name[:7]:>8}" for name in names)]
-    lines += [f"{name:<12}" + "".join(f"{count:8}" for count in row) for name, row in zip(names, confusion)]
-    wrong = np.where(np.eye(len(names), dtype=bool), 0, confusion)
-    for index in np.argsort(-wrong, axis=None, kind="stable")[:3]:
-        true, predicted = np.unravel_index(index, wrong.shape)
-        lines.append(f"{wrong[true, predicted]:4} x {names[true]} taken for {names[predicted]}")
-    return "\n".join(lines)
-
-
-def import_pyplot():
-    """matplotlib's pyplot, drawing to files; ValueError that says how to get it where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    return pyplot
-
-
-def plot_confusion(plt, confusion, names, path):
-    """Draws a confusion matrix to an image file."""
-    figure, axes = plt.subplots(figsize=(8, 7), layout="constrained")
-    axes.imshow(confusion, cmap="Blues")
-    axes.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="predicted class", ylabel="true class")
-    axes.set_xticklabels(names, rotation=45, ha="right")
-    axes.set_yticklabels(names)
-    for (true, predicted), count in np.ndenumerate(confusion):
-        axes.text(predicted, true, count, ha="center", va="center",
-                  color="white" if count > confusion.max() / 2 else "black")
-    figure.savefig(path, dpi=150)
+def run_habits(args, data, train, plt):
+    """What --habits does: measures, prints the table and returns what it was made of."""
+    if args.checkpoint_dir or args.distributed:
+        raise ValueError("--habits trains nothing: it goes with neither --checkpoint-dir nor --distributed")
+    seconds, facts = measure_habits(train, data.preprocess, data.batches, data.stack, data.to_device,
+                                    batch_size=args.batch_size, log_every=args.log_every, hidden=args.hidden)
+    print(f"layers {[784, *args.hidden, 10]}, batch {args.batch_size}, intervals of {args.log_every} steps")
+    print(habits_table(seconds, facts, args.batch_size))
+    if plt:
+        plot_habits(plt, seconds, args.batch_size, args.plot)
+    return {"seconds": seconds, "facts": facts}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -29,6 +30,7 @@ import threading
 import time
 import tracemalloc
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -1189,7 +1191,10 @@ def start(*argv, **environment):
 
 def result_of(process):
     """(exit code, stdout, stderr) of such a process."""
-    out, err = process.communicate(timeout=240)
+    try:
+        out, err = process.communicate(timeout=150)
+    finally:
+        process.kill()
     return process.returncode, out, err
 
 
@@ -1569,23 +1574,30 @@ def test_checkpoint_keeps_the_sharding_and_compiles_nothing_anew(tmp_path):
     assert len(traces) == 1 and step._cache_size() == 1
 
 
-@given(cut=st.integers(0, 10**6), flip=st.integers(0, 10**6), bit=st.integers(0, 7))
-def test_damaged_checkpoint_is_a_value_error(cut, flip, bit, tmp_path_factory):
-    """A truncation anywhere is refused, a flipped bit is refused or harmless. Catches garbage read as parameters."""
-    path = tmp_path_factory.mktemp("damage") / "c.npz"
-    tree = {"w": np.arange(6.0), "n": np.array(3)}
+def test_damaged_checkpoint_is_a_value_error_and_never_the_latest(tmp_path, capsys):
+    """Each bit flipped, each truncation: refused with a ValueError, or harmless. Catches garbage read as parameters.
+
+    Both readers agree: what `load_checkpoint` refuses, `latest_checkpoint` passes over.
+    """
+    path, tree = tmp_path / "step_1.npz", {"w": np.arange(3.0)}
     train.save_checkpoint(path, tree)
     whole = path.read_bytes()
-    path.write_bytes(whole[:cut % len(whole)])
-    with pytest.raises(ValueError, match="c.npz is damaged"):
-        train.load_checkpoint(path, tree)
-    flipped = bytearray(whole)
-    flipped[flip % len(whole)] ^= 1 << bit
-    path.write_bytes(flipped)
-    try:
-        assert_trees_close(train.load_checkpoint(path, tree), tree)
-    except ValueError:
-        pass
+    damaged = [whole[:cut] for cut in range(len(whole))]
+    for position in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        damaged.append(bytes(flipped))
+    refused = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            assert_trees_close(train.load_checkpoint(path, tree), tree)
+            assert train.latest_checkpoint(tmp_path) == path
+        except ValueError as error:
+            refused += 1
+            assert "step_1.npz is damaged" in str(error) and train.latest_checkpoint(tmp_path) is None
+            assert "step_1.npz is damaged" in capsys.readouterr().err
+    assert refused > len(whole) * 1.5
 
 
 def test_checkpoints_that_cannot_be_written_or_read(tmp_path, monkeypatch):
@@ -1596,6 +1608,9 @@ def test_checkpoints_that_cannot_be_written_or_read(tmp_path, monkeypatch):
     train.save_checkpoint(path, [np.ones(2)])
     with pytest.raises(ValueError, match="must be arrays or numbers, got object"):
         train.save_checkpoint(path, [object()])
+    train.save_checkpoint(tmp_path / "big.npz", [np.arange(3.0).astype(">f8")])
+    assert train.load_checkpoint(tmp_path / "big.npz", [np.zeros(3)])[0].tolist() == [0, 1, 2]
+    (tmp_path / "big.npz").unlink()
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         train.save_checkpoint(path, [np.zeros(2)])
@@ -1661,7 +1676,7 @@ def test_resumed_run_equals_the_unbroken_one(stop, tmp_path, monkeypatch, capsys
 
     Catches lost moments, counts or steps, and an epoch whose order starts over. Only three checkpoints are kept.
     """
-    flags = [*TINY, "--seed", "3", "--checkpoint-dir"]
+    flags, handler = [*TINY, "--seed", "3", "--checkpoint-dir"], signal.getsignal(signal.SIGINT)
     whole = train.main([*flags, str(tmp_path / "whole")])
     assert len(list((tmp_path / "whole").iterdir())) == 3
     save, saves = train.save_checkpoint, []
@@ -1680,7 +1695,7 @@ def test_resumed_run_equals_the_unbroken_one(stop, tmp_path, monkeypatch, capsys
     again = train.main([*flags, str(tmp_path / "broken"), "--resume"])
     assert f"going on from step {5 * (stop + 1)}" in capsys.readouterr().out
     assert final_state(tmp_path / "broken") == final_state(tmp_path / "whole")
-    assert again["accuracy"] == whole["accuracy"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert again["accuracy"] == whole["accuracy"] and signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
@@ -1701,8 +1716,12 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--batch-size", "0"], "argument --batch-size: invalid int of at least 1 value: '0'"),
-    (["--learning-rate", "nan"], "argument --learning-rate"), (["--learning-rate", "inf"], "argument --learning-rate"),
+    (["--batch-size", "0"], "argument --batch-size: expected int of at least 1 and at most 2147483647, got '0'"),
+    (["--learning-rate", "nan"], "argument --learning-rate: expected float of at least 0, got 'nan'"),
+    (["--seed", "4294967296"], "--seed"), (["--hidden", "2000000000"], "minijax_train.py: "),
+    ([*TINY, "--plot", "/nowhere/x.png"], "matplotlib" if importlib.util.find_spec("matplotlib") is None else "/nowhere"),
+    ([*TINY, "--habits", "--checkpoint-dir", "x"], "--habits"),
+    ([*TINY, "--batch-size", "10000", "--epochs", "1", "--learning-rate", "1e38"], "the test loss is nan"), (["--learning-rate", "inf"], "argument --learning-rate"),
     (["--hidden"], "argument --hidden"), (["--epochs", "x"], "argument --epochs"), (["--dataset", "mnist"], "argument --dataset"),
     (["--resume"], "--resume needs --checkpoint-dir"), (["--frob"], "unrecognized arguments: --frob"),
     (["--data-dir", "/nowhere"], "'/nowhere'"), ([*TINY, "--batch-size", "20000"], "20000 is more than the 10000 training images"),
@@ -1741,9 +1760,7 @@ def test_plot_needs_matplotlib_and_says_so(monkeypatch):
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     """A finite loss can leave infinite parameters behind: they never reach a checkpoint."""
     state = {"params": {"w": np.array([1.0, np.inf])}, "opt_state": (), "step": 4}
-    handler = signal.getsignal(signal.SIGINT)
-    _, save = train.checkpointing(tmp_path, {}, state, False)
-    signal.signal(signal.SIGINT, handler)
+    _, save = train.checkpointing(tmp_path, {}, state, False, [])
     with pytest.raises(FloatingPointError, match="after step 4"):
         save(state)
     assert not list(tmp_path.iterdir())
@@ -1763,6 +1780,221 @@ def test_habits_table_adds_up(capsys):
     assert facts["float bytes"] == 200 * 784 * 4 and facts["uint8 bytes"] == 200 * 784
     assert facts["fixed compilations"] == 1 and facts["ragged compilations"] == 2
     assert facts["donated bytes"] < facts["kept bytes"] and facts["dispatch seconds"] <= facts["true seconds"]
+
+
+def test_padding_counts_neither_as_right_nor_as_wrong():
+    """Zero padding whose label the model happens to predict adds nothing to the accuracy. Catches an unmasked count."""
+    params = [{"w": jnp.zeros((2, 3)), "b": jnp.array([1.0, 0.0, 0.0])}]  # always says 0
+    batch = {"image": np.zeros((4, 2), np.float32), "label": np.array([0, 1, 0, 0]), "mask": np.array([True, True, False, False])}
+    assert train.loss_fn(params, batch)[1]["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("given", [{}, {"b1": 0.5, "b2": 0.5, "eps": 0.3}])
+def test_the_optimizers_numbers_are_used_and_their_defaults_are_adams(given):
+    """b1 0.9, b2 0.999, eps 1e-8 (Kingma & Ba 2015) unless others are given; tiny gradients show eps, zeros the betas."""
+    b1, b2, eps = ({"b1": 0.9, "b2": 0.999, "eps": 1e-8} | given).values()
+    for grads in ([1.0, 0.0, 0.0], [2e-8, 1e-8]):
+        optimizer, params, m, v = train.make_optimizer(1.0, 0.0, **given), jnp.array(0.0), 0.0, 0.0
+        state = optimizer.init(params)
+        for n, g in enumerate(grads, start=1):
+            updates, state = optimizer.update(jnp.float32(g), state, params)
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            np.testing.assert_allclose(updates, -m / (1 - b1**n) / (np.sqrt(v / (1 - b2**n)) + eps), rtol=1e-3)
+
+
+def test_interval_loop_times_from_report_to_report(monkeypatch):
+    """Each interval's seconds run from the report before it to its own. Catches a start never moved, an absolute time."""
+    clock = iter([100.0, 101.0, 103.0, 107.0])
+    monkeypatch.setattr(train.time, "perf_counter", lambda: next(clock))
+    seen = []
+    train.interval_loop(lambda p, o, b: (p, o, {"loss": b}), {"params": 0, "opt_state": 0, "step": 0}, [np.ones(2)] * 3,
+                        lambda step, metrics, seconds: seen.append(seconds))
+    assert seen == [1, 2, 4]
+
+
+def test_confusion_matrix_with_as_many_classes_as_the_labels_dtype_has_values():
+    """Masked pairs of uint8 labels with 256 classes are dropped. Catches the mark 256 wrapping round to class 0."""
+    counted = np.asarray(train.confusion_matrix(np.zeros(3, np.uint8), np.zeros(3, np.uint8), 256, np.zeros(3, bool)))
+    assert counted.sum() == 0
+
+
+def test_checkpoint_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    """fsync sees the whole file under the temporary name. Catches a missing flush, fsync after the rename."""
+    seen, path = [], tmp_path / "c.npz"
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append((os.fstat(fd).st_size, path.exists())))
+    train.save_checkpoint(path, [np.arange(1000.0)])
+    assert seen == [(path.stat().st_size, False)]
+
+
+STATE = {"params": {"w": np.ones(2)}, "opt_state": (), "step": 4}
+
+
+def test_a_new_checkpoint_survives_damaged_newer_ones(tmp_path):
+    """After falling back past damaged files, saving keeps what it saved. Catches pruning by list end; a missing parent folder is made."""
+    folder = tmp_path / "a" / "b"
+    _, save = train.checkpointing(folder, {}, STATE, False, [])
+    for step in (7, 8, 9):
+        (folder / f"step_{step}.npz").write_bytes(b"damaged")
+    (folder / "step_98_best.npz").write_bytes(b"someone's own")
+    save(STATE)
+    assert train.latest_checkpoint(folder) == folder / "step_4.npz"
+    assert [path.name for path in train.list_checkpoints(folder)] == [f"step_{n}.npz" for n in (4, 7, 8, 9)]
+
+
+def test_processes_stop_together(tmp_path, monkeypatch):
+    """Ctrl-C on another process stops this one too, after it saved. Catches a process that waits for ever for the other."""
+    _, save = train.checkpointing(tmp_path, {}, STATE, False, [])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(train.multihost_utils, "process_allgather", lambda stop: np.array([stop, True]))
+    with pytest.raises(KeyboardInterrupt, match="step_4"):
+        save(STATE)
+    assert train.latest_checkpoint(tmp_path) == tmp_path / "step_4.npz"
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--learning-rate", "0.5"], "learning_rate 0.002, expected 0.5"), (["--weight-decay", "0"], "weight_decay 0.1, expected 0.0"),
+    (["--batch-size", "500"], "batch_size 1000, expected 500")])
+def test_a_resumed_run_must_share_its_settings(flags, words, tmp_path):
+    """Every number that the schedule or the order of the images depends on is compared, and named with both values."""
+    train.main([*TINY, "--epochs", "1", "--checkpoint-dir", str(tmp_path)])
+    with pytest.raises(SystemExit, match=words):
+        train.main([*TINY, "--epochs", "1", "--checkpoint-dir", str(tmp_path), "--resume", *flags])
+
+
+def test_main_is_the_plain_loop_with_the_recipe_of_the_readme(tmp_path, monkeypatch, capsys):
+    """main's last parameters are those of one step a batch, written out here; its lines say what happened.
+
+    Catches another seed, order, schedule, smoothing, decay or beta than the README states, a state that is not
+    donated, and a line with another interval's epoch, rate, loss or speed.
+    """
+    reports, donated, loop = [], [], train.interval_loop
+
+    def spy(train_steps, state, intervals, report, save):
+        before = jax.tree.leaves((state["params"], state["opt_state"]))
+        state = loop(train_steps, state, intervals, lambda *a: reports.append(a) or report(*a), save)
+        donated.extend(leaf.is_deleted() for leaf in before)
+        return state
+
+    monkeypatch.setattr(train, "interval_loop", spy)
+    train.main([*TINY, "--log-every", "4", "--seed", "3", "--weight-decay", "0.3", "--checkpoint-dir", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert donated and all(donated)
+
+    dataset, total = data.synthetic(3, 10_000, 2_000)["train"], 20
+    rate = lambda n: 2e-3 * (n / 2 if n < 2 else (1 + np.cos(np.pi * (n - 2) / 18)) / 2)  # noqa: E731
+    optimizer = optax.adamw(lambda n: jnp.asarray([rate(k) for k in range(total)])[n], b2=0.95, weight_decay=0.3,
+                            mask=[{"w": True, "b": False}] * 2)
+    params = train.init_mlp(jax.random.key(3), [784, 8, 10])
+    state = params, optimizer.init(params)
+    step = jax.jit(train.make_train_step(functools.partial(train.loss_fn, label_smoothing=0.1), optimizer))
+    losses = []
+    for epoch in range(2):
+        for batch in data.batches(dataset, 1000, seed=3, epoch=epoch):
+            *state, metrics = step(*state, {**batch, "image": data.preprocess(batch["image"])})
+            losses.append(float(metrics["loss"]))
+    saved = train.load_checkpoint(train.latest_checkpoint(tmp_path), {
+        "params": params, "opt_state": optimizer.init(params), "step": np.array(0),
+        "settings": {"seed": np.array(3), "epochs": np.array(2), "batch_size": np.array(1000), "examples": np.array(10_000),
+                     "learning_rate": np.array(2e-3), "weight_decay": np.array(0.3)}})
+    assert_trees_close(saved["params"], state[0], atol=1e-5)
+
+    lines = [line.split() for line in out.splitlines() if "examples/s" in line]
+    for words, (end, _, seconds), start, epoch in zip(lines, reports, [0, 4, 8, 10, 14, 18], [1, 1, 1, 2, 2, 2], strict=True):
+        assert words[1] == str(epoch) and words[3] == str(end)
+        np.testing.assert_allclose(float(words[5]), np.mean(losses[start:end]), atol=2e-4)
+        np.testing.assert_allclose(float(words[10]), rate(end - 1), rtol=1e-2, atol=1e-8)
+        np.testing.assert_allclose(float(words[11].replace(",", "")), (end - start) * 1000 / seconds, rtol=1e-2, atol=1)
+
+
+def test_least_values_are_allowed():
+    """The bounds of a flag belong to it: seed 0, rate 0, one epoch."""
+    assert train.number(int, 0, 5)("0") == 0 and train.number(int, 0, 5)("5") == 5 and train.number(float, 0)("0") == 0.0
+
+
+CONFUSION = np.array([[50, 7, 0], [1, 40, 2], [0, 9, 30]])
+
+
+def test_confusion_table_names_the_worst_confusions():
+    """Rows are true classes; the three largest off the diagonal come first, as "true taken for predicted"."""
+    lines = train.confusion_table(CONFUSION, ["ant", "bee", "cat"]).splitlines()
+    assert [line.split() for line in lines[3:6]] == [["ant", "50", "7", "0"], ["bee", "1", "40", "2"], ["cat", "0", "9", "30"]]
+    assert [line.strip() for line in lines[6:]] == ["9 x cat taken for bee", "7 x ant taken for bee", "2 x bee taken for cat"]
+
+
+def test_plot_shows_the_matrix_as_printed():
+    """True classes run down, predictions across, each number on its square. Catches a transposed picture."""
+    plt = mock.MagicMock()
+    figure, axes = plt.subplots.return_value = mock.MagicMock(), mock.MagicMock()
+    train.plot_confusion(plt, CONFUSION, ["ant", "bee", "cat"], "x.png")
+    np.testing.assert_array_equal(axes.imshow.call_args.args[0], CONFUSION)  # row 0 on top
+    drawn = {call.args[:2]: call.args[2] for call in axes.text.call_args_list}
+    assert drawn == {(x, y): CONFUSION[y, x] for x in range(3) for y in range(3)}
+    assert axes.set.call_args.kwargs["xlabel"].startswith("predicted") and figure.savefig.call_args.args[0] == "x.png"
+
+
+def test_matrix_products_are_all_there_and_stay_in_the_loop():
+    """Three products a layer, less one (the images need no gradient), none moved out or dropped by the compiler."""
+    products = jax.jit(lambda params: train.matrix_products(params, 6, 4))
+    lowered = products.lower(train.init_mlp(jax.random.key(0), (5, 4, 3)))
+    assert lowered.as_text().count("dot_general") == 5
+    text = lowered.compile().as_text()
+    assert text.count(" dot(") == 5, text
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"label": np.zeros((2, 1), int)}, r"\[2, 1\]"), ({"label": np.zeros(1, int)}, r"\[1\]"), ({"label": np.zeros(2)}, "float"),
+    ({"mask": np.ones(1, bool)}, r"\[1\]"), ({"mask": np.array([1, 2])}, "int")])
+def test_loss_refuses_labels_and_masks_that_do_not_fit(change, words):
+    """What would broadcast to a plausible loss is a ValueError that names dtype and shape."""
+    with pytest.raises(ValueError, match=words):
+        train.loss_fn(train.init_mlp(jax.random.key(0), (4, 3)), make_batch(0, (4, 3), 2) | change)
+
+
+def test_uint8_labels_with_more_classes_than_it_counts():
+    """300 classes: uint8 labels give the loss of int32 ones. Catches one-hot codes that wrap at 256."""
+    params, batch = train.init_mlp(jax.random.key(0), (4, 300)), make_batch(0, (4, 3), 2)
+    narrow = train.loss_fn(params, batch | {"label": batch["label"].astype(np.uint8)})[0]
+    assert narrow == train.loss_fn(params, batch)[0]
+
+
+def test_first_ctrl_c_is_noted_and_the_second_ends_the_process(capfd):
+    """No exception is raised in the middle of JAX: the handler fills a list, says so, and steps aside."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        interrupted = train.note_interrupts()
+        assert interrupted == []
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted == [True] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert "stopping at the end of this interval" in capfd.readouterr().err
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_ctrl_c_without_a_checkpoint_folder_ends_after_the_interval(monkeypatch, capsys):
+    """The run stops with status 130 and one line, and the interval's line is printed."""
+    loop = train.interval_loop
+    monkeypatch.setattr(train, "interval_loop", lambda *a: signal.raise_signal(signal.SIGINT) or loop(*a))
+    with pytest.raises(SystemExit) as exit_:
+        train.main(TINY)
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 130 and out.count("examples/s") == 1 and "interrupted" in err
+
+
+@pytest.mark.parametrize("variable, value", [("JAX_COORDINATOR_ADDRESS", "localhost"), ("JAX_NUM_PROCESSES", "two"),
+                                             ("JAX_PROCESS_ID", "-1")])
+def test_wrong_addresses_of_processes_are_named(variable, value, monkeypatch):
+    """A malformed environment variable of --distributed is named with its value, before any connection is tried."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit, match=f"{variable} must look like .* got '{value}'"):
+        train.main([*TINY, "--distributed"])
+
+
+def test_processes_that_see_different_checkpoints_stop(tmp_path, monkeypatch):
+    """A folder that is not shared is an error on every process, not a wait for ever."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(train.multihost_utils, "process_allgather", lambda mine: np.array([mine, 7]))
+    with pytest.raises(ValueError, match="do not see the same checkpoints"):
+        train.checkpointing(tmp_path, {}, STATE, True, [])
 
 
 # ---------------------------------------------------------------- many devices
@@ -1792,8 +2024,19 @@ assert reduced == sum(x.size for x in jax.tree.leaves(params)) + 3, reduced  # t
 try:
     train.main("--dataset synthetic --batch-size 19".split())
 except SystemExit as error:
-    assert "19" in str(error) and "8" in str(error)
+    assert "--batch-size 19 cannot be shared evenly by 8 devices" in str(error)
+else:
+    raise SystemExit("not refused")
+devices, loop = [], train.interval_loop
+def spy(train_steps, state, intervals, *rest):
+    def look(batches):
+        images = batches["image"]
+        devices.append((len(images.sharding.device_set), images.sharding.shard_shape(images.shape)[1]))
+        return batches
+    return loop(train_steps, state, map(look, intervals), *rest)
+train.interval_loop = spy
 result = train.main(sys.argv[1:])
+assert set(devices) == {(8, 13)}, devices  # every device works, on its eighth of the 104 rows
 print(result["loss"], result["accuracy"], result["confusion"].sum())
 """
 
@@ -1818,7 +2061,7 @@ def test_two_processes_equal_one(tmp_path):
     A third pair resumes from the checkpoint that the first wrote. Catches shares that overlap, double printing.
     """
     flags = [*TINY, "--checkpoint-dir"]
-    train.main([*flags, str(tmp_path / "one")])
+    alone = train.main([*flags, str(tmp_path / "one")])
 
     def pair(*more):
         with socket.socket() as free:
@@ -1830,7 +2073,9 @@ def test_two_processes_equal_one(tmp_path):
 
     (code, out, err), (code_1, out_1, err_1) = pair()
     assert code == code_1 == 0, err + err_1
-    assert "2 x cpu" in out and "test accuracy" in out
+    assert "2 x cpu" in out and abs(float(out.split()[-1]) - alone["accuracy"]) < 0.005
+    rows = [line for line in out.splitlines() if line.startswith(data.CLASS_NAMES)]
+    assert sum(int(n) for line in rows for n in line[12:].split()) == 2000  # both shares of the test images, each once
     assert all(line.startswith("[Gloo]") for line in out_1.splitlines())  # the transport's own line, from C++
     a, e = (np.load(train.latest_checkpoint(tmp_path / name)) for name in ("two", "one"))
     for name in set(e.files) - {"leaves"}:
