@@ -320,8 +320,10 @@ def _blockwise_backward(window, residuals, cotangents):
         ds = p * (dot("BKTGH,BKSH->BKTGS", do, v) - _take(delta, i, bq)[..., None])
         p, ds = p.astype(query.dtype), ds.astype(query.dtype)
         dq = _put(dq, _take(dq, i, bq) + dot("BKTGS,BKSH->BKTGH", ds, k), i, bq)
-        dk = _put(dk, _take(dk, j, bk) + dot("BKTGS,BKTGH->BKSH", ds, q), j, bk)
-        dv = _put(dv, _take(dv, j, bk) + dot("BKTGS,BKTGH->BKSH", p, do), j, bk)
+        # A sum over two axes would make XLA transpose the weights first: fold T and G into one axis R.
+        p, ds, q, do = (x.reshape(B, K, -1, x.shape[-1]) for x in (p, ds, q, do))        # [B, K, R, bk or H]
+        dk = _put(dk, _take(dk, j, bk) + dot("BKRS,BKRH->BKSH", ds, q), j, bk)
+        dv = _put(dv, _take(dv, j, bk) + dot("BKRS,BKRH->BKSH", p, do), j, bk)
         return (dq, dk, dv), None
 
     dq, dk, dv = _visit(step, tuple(jnp.zeros(x.shape, scale.dtype) for x in (query, key, value)), whole, cut)

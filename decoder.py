@@ -60,7 +60,7 @@ def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_he
         attention_key, gate, up, down = jax.random.split(key, 4)
         heads = attention.init_attention(attention_key, D, num_heads, num_kv_heads, head_dim)
         if heads["wq"].shape[-1] % 2:
-            raise ValueError(f"rotary embeddings need an even head_dim, got {heads['wq'].shape[-1]}")
+            raise ValueError(f"rotary embeddings: head_dim must be even, got {heads['wq'].shape[-1]}")
         return {"attention": {**heads, "wo": heads["wo"] * residual_scale},
                 "mlp": {"w_gate": normal(gate, (D, F)), "w_up": normal(up, (D, F)),
                         "w_down": normal(down, (F, D)) * residual_scale},
@@ -93,7 +93,11 @@ def rotate(x, positions):
     positions only.
     """
     wide, H = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
-    angles = positions[..., None] * (1 / 10000.0 ** (jnp.arange(0, H, 2, dtype=wide) / H))  # [B, T, H/2]
+    # Rounded after each step, as in the implementations whose weights we want to run: at position 1000 the last
+    # bit of a frequency shows in the logits. By NumPy, since XLA rounds a constant expression only once.
+    exponents = (np.arange(0, H, 2) / H).astype(wide)
+    frequencies = 1 / (10000.0 ** exponents.astype(np.float64)).astype(wide)  # [H/2]
+    angles = positions[..., None] * frequencies  # [B, T, H/2]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]  # [B, T, 1, H/2]
     first, second = jnp.split(x.astype(wide), 2, axis=-1)  # [B, T, n, H/2] each
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -8,6 +8,7 @@
 Every property says what it promises and which mistake it would catch. Expected values come from
 NumPy in float64 or from arithmetic done by hand, never from the function under test.
 """
+import bz2
 import contextlib
 import functools
 import gzip
@@ -16,8 +17,10 @@ import importlib.util
 import io
 import itertools
 import json
+import lzma
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -39,7 +42,9 @@ import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import attention
 import data
+import decoder
 import minijax_train as train
 
 # Compilation makes the first example slow, so no deadline (it would time the compiler).
@@ -2111,3 +2116,1732 @@ def test_the_real_data_trains():
     result = train.main(["--epochs", "1", "--hidden", "128"])
     assert 0.8 < result["accuracy"] < 0.95
     assert result["confusion"].sum(axis=1).tolist() == [1000] * 10
+
+
+# ---------------------------------------------------------------- the oracle: loops in NumPy float64
+
+
+def oracle(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    cotangent=None,
+):
+    """Attention query by query over the keys it may see -> output, gradients, visible [B, N, T, S]."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
+    scale = 1 / np.sqrt(H) if scale is None else float(scale)
+    bias = np.broadcast_to(np.asarray(0.0 if bias is None else bias, np.float64), (B, N, T, S))
+    visible = np.broadcast_to(True if mask is None else np.asarray(mask), (B, N, T, S)) & (bias > -np.inf)
+    window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+    cotangent = np.zeros((B, T, N, H)) if cotangent is None else np.asarray(cotangent, np.float64)
+    out = np.zeros((B, T, N, H))
+    d = {
+        "query": np.zeros_like(query),
+        "key": np.zeros_like(key),
+        "value": np.zeros_like(value),
+        "bias": np.zeros((B, N, T, S)),
+        "scale": 0.0,
+    }
+    for b, n, i, j in np.ndindex(B, N, T, S):
+        visible[b, n, i, j] &= (
+            (not is_causal or j <= i)
+            and (query_seq_lengths is None or i < query_seq_lengths[b])
+            and (key_value_seq_lengths is None or j < key_value_seq_lengths[b])
+            and (window is None or i - window[0] <= j <= i + window[1])
+        )
+    for b, n, i in np.ndindex(B, N, T):
+        j, k = np.flatnonzero(visible[b, n, i]), n // (N // K)
+        if len(j) == 0:
+            continue
+        dots = key[b, j, k] @ query[b, i, n]
+        scores = scale * dots + bias[b, n, i, j]
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        out[b, i, n] = weights @ value[b, j, k]
+        dweights = value[b, j, k] @ cotangent[b, i, n]
+        dscores = weights * (dweights - weights @ dweights)
+        d["query"][b, i, n] = scale * dscores @ key[b, j, k]
+        d["key"][b, j, k] += scale * np.outer(dscores, query[b, i, n])
+        d["value"][b, j, k] += np.outer(weights, cotangent[b, i, n])
+        d["bias"][b, n, i, j] = dscores
+        d["scale"] += dscores @ dots
+    return out, d, visible
+
+
+def sum_to(x, shape):
+    """The gradient of a broadcast array: summed over the axes that were broadcast."""
+    for axis, size in enumerate(shape):
+        x = x.sum(axis=axis, keepdims=True) if size == 1 else x
+    return x
+
+
+def close(got, want, tolerance=2e-5):
+    assert not np.isnan(np.asarray(want, np.float64)).any()
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+@functools.cache
+def compiled(case, implementation, block=4):
+    """(query, key, value, cotangent, arrays) -> output and gradients, for one case, with blocks small enough
+    that a dozen tokens make several. Compiled once, so that Hypothesis may try many values."""
+
+    def run(query, key, value, cotangent, arrays):
+        def call(query, key, value, floats):
+            return attention.dot_product_attention(
+                query,
+                key,
+                value,
+                **CASES[case]["static"],
+                **floats,
+                **{k: v for k, v in arrays.items() if k not in floats},
+                implementation=implementation,
+            )
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "BLOCK", block)
+            floats = {k: v for k, v in arrays.items() if k in ("bias", "scale")}
+            out, vjp = jax.vjp(call, query, key, value, floats)
+            dquery, dkey, dvalue, dfloats = vjp(cotangent)
+            return out, {"query": dquery, "key": dkey, "value": dvalue, **dfloats}
+
+    return jax.jit(run)
+
+
+def case(B, T, S, N, K, H, *, mask=None, bias=None, dynamic=(), **static):
+    return {"shape": (B, T, S, N, K, H), "mask": mask, "bias": bias, "dynamic": dynamic, "static": static}
+
+
+# Every argument alone and with the others, T = S, T < S, T > S, T = 1, K = 1, K = N, odd sizes.
+CASES = {
+    "one of each": case(1, 1, 1, 1, 1, 1),
+    "odd sizes": case(2, 7, 13, 6, 3, 5),
+    "causal, T < S, grouped": case(2, 7, 11, 4, 2, 8, is_causal=True),
+    "causal, T > S, one head": case(1, 13, 5, 4, 1, 4, is_causal=True),
+    "key lengths alone": case(3, 5, 9, 2, 2, 4, dynamic=("key_value_seq_lengths",)),
+    "query lengths alone, causal": case(3, 9, 9, 4, 2, 4, dynamic=("query_seq_lengths",), is_causal=True),
+    "both lengths, window": case(
+        2, 9, 10, 2, 1, 4, dynamic=("query_seq_lengths", "key_value_seq_lengths"), local_window_size=(2, 1)
+    ),
+    "window on both sides": case(1, 14, 14, 2, 2, 4, local_window_size=2),
+    "window to the left, T > S": case(1, 14, 6, 2, 1, 4, local_window_size=(3, 0)),
+    "window to the right only": case(1, 12, 12, 2, 2, 4, local_window_size=(-1, 3)),
+    "causal cuts the window": case(1, 12, 12, 4, 2, 4, is_causal=True, local_window_size=(5, 3)),
+    "mask per head": case(2, 6, 7, 4, 2, 4, mask=(2, 4, 6, 7)),
+    "mask per key": case(2, 5, 9, 4, 2, 4, mask=(2, 1, 1, 9)),
+    "mask per query, causal, lengths": case(
+        2, 9, 9, 2, 1, 4, mask=(1, 2, 9, 1), is_causal=True, dynamic=("key_value_seq_lengths",)
+    ),
+    "scale": case(1, 6, 6, 2, 1, 4, dynamic=("scale",), is_causal=True),
+    "bias per head, mask": case(2, 5, 6, 4, 2, 4, bias=(1, 4, 5, 6), mask=(2, 1, 5, 6)),
+    "bias per key with -inf": case(2, 5, 6, 2, 2, 4, bias=(2, 1, 1, 6), is_causal=True),
+}
+IMPLEMENTATIONS = ("naive", "xla", "blockwise")
+
+
+def draw(name, seed):
+    """Inputs for a case: normal arrays, masks of every density, lengths from 0 to beyond the end."""
+    B, T, S, N, K, H = CASES[name]["shape"]
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    inputs = normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, H), normal(B, T, N, H)
+    arrays = {}
+    if CASES[name]["mask"]:
+        arrays["mask"] = rng.random(CASES[name]["mask"]) < rng.choice(
+            [0.0, 0.3, 0.6, 1.0], p=[0.1, 0.4, 0.4, 0.1]
+        )
+    if CASES[name]["bias"]:
+        arrays["bias"] = normal(*CASES[name]["bias"])
+        if "inf" in name:
+            arrays["bias"][rng.random(CASES[name]["bias"]) < 0.4] = -np.inf
+    for what, longest in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
+        if what in CASES[name]["dynamic"]:
+            arrays[what] = rng.integers(0, longest + 2, B).astype(np.int32)
+    if "scale" in CASES[name]["dynamic"]:
+        arrays["scale"] = np.float32(rng.choice([-0.5, 0.0, 0.3, 2.0]))
+    return inputs, arrays
+
+
+def serves(implementation, name):
+    return not (implementation == "blockwise" and CASES[name]["bias"])
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_values_and_gradients_match_the_float64_oracle(name, seed):
+    """Every implementation returns the oracle's output and its gradients with respect to query, key, value,
+    bias and scale, for every argument. Catches: a mask condition lost, inverted or off by one, the wrong
+    causal corner, a key/value head served to the wrong query head, a lost scale, block edges handled wrongly,
+    a wrong term in the hand-written backward pass, padding that leaks, rows without keys that are not exactly
+    0."""
+    (query, key, value, cotangent), arrays = draw(name, seed)
+    out, grads, visible = oracle(query, key, value, **arrays, **CASES[name]["static"], cotangent=cotangent)
+    for implementation in filter(lambda i: serves(i, name), IMPLEMENTATIONS):
+        got, got_grads = compiled(name, implementation)(query, key, value, cotangent, arrays)
+        close(got, out)
+        for what, grad in got_grads.items():
+            close(grad, sum_to(grads[what], grad.shape) if what == "bias" else grads[what], 5e-5)
+        empty = ~visible.any(axis=3).swapaxes(1, 2)
+        assert (np.asarray(got)[empty] == 0).all() and (np.asarray(got_grads["query"])[empty] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "key lengths alone",
+        "query lengths alone, causal",
+        "both lengths, window",
+        "mask per key",
+        "mask per head",
+        "causal, T < S, grouped",
+        "bias per key with -inf",
+    ],
+)
+@given(seed=st.integers(0, 2**32 - 1), garbage=st.sampled_from([np.nan, np.inf, -np.inf, 1e30]))
+def test_what_takes_no_part_may_hold_anything(name, seed, garbage):
+    """Queries that see no key, and keys and values that no query sees, change not one bit of outputs or
+    gradients, even as NaN. Catches: 0 * NaN from padding, in the weighted sum or in the backward pass."""
+    (query, key, value, cotangent), arrays = draw(name, seed)
+    _, _, visible = oracle(query, key, value, **arrays, **CASES[name]["static"])
+    B, T, S, N, K, H = CASES[name]["shape"]
+    unseen = ~visible.any(axis=2).reshape(B, K, N // K, S).any(axis=2).swapaxes(1, 2)
+    empty = ~visible.any(axis=3).swapaxes(1, 2)
+    dirty = [np.array(x) for x in (query, key, value, cotangent)]
+    for x, where in zip(dirty, (empty, unseen, unseen, empty)):
+        x[where] = garbage
+    for implementation in filter(lambda i: serves(i, name), IMPLEMENTATIONS):
+        run = compiled(name, implementation)
+        jax.tree.map(
+            np.testing.assert_array_equal, run(*dirty, arrays), run(query, key, value, cotangent, arrays)
+        )
+
+
+CASES["causal"] = case(2, 12, 12, 4, 2, 4, is_causal=True)
+
+
+@given(seed=st.integers(0, 2**32 - 1), i=st.integers(0, 10))
+def test_causal_outputs_ignore_future_tokens(seed, i):
+    """With is_causal: (1) outputs at and before i do not change, bit for bit, when queries, keys and values
+    after i do; (2) their gradient with respect to anything after i is exactly 0; (3) it is not 0 at i.
+    Catches: a diagonal off by one to either side, masking with a score that is merely small, a future that
+    enters through a maximum."""
+    (query, key, value, cotangent), _ = draw("causal", seed)
+    other = [
+        np.where(np.arange(12)[None, :, None, None] > i, 100 * y, x)
+        for x, y in zip((query, key, value), draw("causal", seed + 1)[0])
+    ]
+    early = np.where(np.arange(12)[None, :, None, None] > i, 0, cotangent)
+    for implementation in (*IMPLEMENTATIONS, None):
+        run = compiled("causal", implementation)
+        out, grads = run(query, key, value, early, {})
+        np.testing.assert_array_equal(out[:, : i + 1], run(*other, early, {})[0][:, : i + 1])
+        assert all((np.asarray(g)[:, i + 1 :] == 0).all() for g in grads.values())
+        assert (np.asarray(grads["value"])[:, i] != 0).all()
+        assert i == 0 or (
+            (np.asarray(grads["query"])[:, i] != 0).any() and (np.asarray(grads["key"])[:, i] != 0).any()
+        )
+
+
+@given(i=st.integers(0, 2), seed=st.integers(0, 2**32 - 1))
+def test_blocks_that_nobody_sees_are_not_computed(i, seed):
+    """NaN in the keys and values of blocks above the diagonal, or outside the window, does not reach the rows
+    before them. Catches: masked blocks that are computed all the same."""
+    (query, key, value, cotangent), _ = draw("causal", seed)
+    rows = np.arange(12)[None, :, None, None]
+    early = np.where(rows < 4 * i + 4, cotangent, 0)
+    want, want_grads, _ = oracle(query, key, value, is_causal=True, cotangent=early)
+    bad = [np.where(rows >= 4 * i + 4, np.nan, x) for x in (key, value)]
+    out, grads = compiled("causal", "blockwise")(query, *bad, early, {})
+    close(out[:, : 4 * i + 4], want[:, : 4 * i + 4])
+    (query, key, value, cotangent), _ = draw("window on both sides", seed)
+    bad = [np.where(np.arange(14)[None, :, None, None] < 4, np.nan, x) for x in (key, value)]
+    out, _ = compiled("window on both sides", "blockwise")(query, *bad, cotangent, {})
+    close(out[:, 8:], oracle(query, key, value, local_window_size=2)[0][:, 8:])
+
+
+@given(
+    batch=st.sampled_from([1, 3]),
+    length=st.sampled_from([1, 6]),
+    heads=st.sampled_from([(8, 8), (8, 2), (8, 1)]),
+)
+def test_mha_gqa_mqa_output_shapes_agree(batch, length, heads):
+    """Whatever the number of key/value heads, `dot_product_attention` returns the query's shape and dtype and
+    `attention` that of x; nothing but the weights' shapes says which it is. Catches: heads of the output
+    counted from the keys, an output in the accumulation dtype."""
+    N, K = heads
+    for dtype in (jnp.float32, jnp.bfloat16):
+        query = jax.ShapeDtypeStruct((batch, length, N, 16), dtype)
+        key = jax.ShapeDtypeStruct((batch, length, K, 16), dtype)
+        for implementation in (*IMPLEMENTATIONS, None):
+            out = jax.eval_shape(
+                functools.partial(
+                    attention.dot_product_attention, implementation=implementation, is_causal=True
+                ),
+                query,
+                key,
+                key,
+            )
+            assert out.shape == query.shape and out.dtype == dtype
+        params = jax.eval_shape(lambda: attention.init_attention(jax.random.key(0), 24, N, K, 16, dtype))
+        assert {k: v.shape for k, v in params.items()} == {
+            "wq": (24, N, 16),
+            "wk": (24, K, 16),
+            "wv": (24, K, 16),
+            "wo": (N, 16, 24),
+        }
+        x = jax.ShapeDtypeStruct((batch, length, 24), dtype)
+        out = jax.eval_shape(attention.attention, params, x)
+        assert out.shape == x.shape and out.dtype == dtype
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_grouped_heads_equal_repeated_heads(seed):
+    """GQA equals MHA on keys and values whose heads are repeated N / K times each (not tiled). Catches: query
+    head n served by head n % K."""
+    (query, key, value, cotangent), _ = draw("causal", seed)
+    repeated = [np.repeat(x, 2, axis=2) for x in (key, value)]
+    for implementation in IMPLEMENTATIONS:
+        run = compiled("causal", implementation)
+        (out, grads), (want, want_grads) = run(query, key, value, cotangent, {}), run(
+            query, *repeated, cotangent, {}
+        )
+        close(out, want)
+        for what in ("key", "value"):
+            close(grads[what], np.asarray(want_grads[what]).reshape(2, 12, 2, 2, 4).sum(axis=3))
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_order_of_keys_does_not_matter_and_outputs_are_convex_combinations(seed):
+    """Permuting keys, values and mask together changes nothing, and each output lies within the range of the
+    values that its query may see. Catches: a position that enters where it should not, weights that do not
+    sum to 1."""
+    (query, key, value, cotangent), arrays = draw("mask per head", seed)
+    order = np.random.default_rng(seed).permutation(key.shape[1])
+    visible = oracle(query, key, value, **arrays)[2]
+    seen = np.where(visible[..., None], np.repeat(value, 2, axis=2).transpose(0, 2, 1, 3)[:, :, None], np.nan)
+    some = visible.any(axis=3)
+    for implementation in IMPLEMENTATIONS:
+        run = compiled("mask per head", implementation)
+        out, _ = run(query, key, value, cotangent, arrays)
+        permuted, _ = run(
+            query, key[:, order], value[:, order], cotangent, {"mask": arrays["mask"][..., order]}
+        )
+        close(out, permuted)
+        out = np.asarray(out).swapaxes(1, 2)[some]
+        assert (out >= np.nanmin(seen[some], axis=1) - 1e-6).all() and (
+            out <= np.nanmax(seen[some], axis=1) + 1e-6
+        ).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@given(seed=st.integers(0, 2**32 - 1), factor=st.sampled_from([1.0, 30.0]))
+def test_low_precision_and_huge_scores_stay_finite_and_accurate(dtype, seed, factor):
+    """Scores far beyond the range of exp, and two-byte inputs, give finite outputs and gradients close to the
+    oracle's on the same (rounded) inputs. Catches: exp without the maximum subtracted, sums and scores kept
+    in two bytes, an output in another dtype."""
+    (query, key, value, cotangent), _ = draw("causal", seed)
+    query, key = query * factor, key * factor
+    inputs = [jnp.asarray(x, dtype) for x in (query, key, value, cotangent)]
+    want, grads, _ = oracle(
+        *(np.asarray(x, np.float64) for x in inputs[:3]),
+        is_causal=True,
+        cotangent=np.asarray(inputs[3], np.float64),
+    )
+    eps = float(jnp.finfo(dtype).eps)
+    for implementation in IMPLEMENTATIONS:
+        out, got = compiled("causal", implementation)(*inputs, {})
+        assert out.dtype == dtype and all(g.dtype == dtype for g in got.values())
+        assert np.isfinite(np.asarray(out, np.float32)).all()
+        # Scores of size factor^2 carry a rounding error of their own, relative in float32.
+        close(out, want, 4 * eps + 1e-6 * factor**2)
+        for what, grad in got.items():
+            limit = (8 * eps + 1e-5) * factor * max(1, np.abs(grads[what]).max())
+            assert np.abs(np.asarray(grad, np.float64) - grads[what]).max() <= limit, (implementation, what)
+
+
+@pytest.mark.parametrize("length", [512, 1200])
+def test_uniform_weights_over_many_keys_in_bfloat16(length):
+    """The mean of many ones is 1. Catches: a running sum in bfloat16, which stops at 256."""
+    query, ones = jnp.zeros((1, 1, 1, 8), jnp.bfloat16), jnp.ones((1, length, 1, 8), jnp.bfloat16)
+    for implementation in IMPLEMENTATIONS:
+        out = attention.dot_product_attention(query, 0 * ones, ones, implementation=implementation)
+        assert out.dtype == jnp.bfloat16
+        close(out, np.ones(out.shape), 1 / 128)
+
+
+# Zero scores: the output is the mean of the values that may be seen. v along S, one head, H = 1.
+LOWER = np.tril(np.ones((3, 3), bool))
+EXAMPLES = {
+    "causal is top-left aligned, T < S": (2, [1, 2, 3, 4, 5], {"is_causal": True}, [1, 1.5]),
+    "causal is top-left aligned, T > S": (5, [1, 2], {"is_causal": True}, [1, 1.5, 1.5, 1.5, 1.5]),
+    "a padded cache by mask": (
+        1,
+        [10, 20, 30, 40, 99, 99],
+        {"mask": np.arange(6)[None, None, None] < 4},
+        [25],
+    ),
+    "a row without keys": (2, [1, 2, 6], {"mask": np.array([[[[0, 0, 0], [1, 0, 1]]]], bool)}, [0, 3.5]),
+    "left padding": (
+        4,
+        [9, 9, 1, 3],
+        {"mask": np.array([[[[0, 0, 1, 1]]]], bool), "is_causal": True},
+        [0, 0, 1, 2],
+    ),
+    "True means may attend": (3, [1, 2, 3], {"mask": LOWER[None, None]}, [1, 1.5, 2]),
+    "a mask of two axes": (3, [1, 2, 3], {"mask": LOWER}, [1, 1.5, 2]),
+    "key lengths alone": (2, [1, 2, 3, 4], {"key_value_seq_lengths": [3]}, [2, 2]),
+    "no key at all": (2, [1, 2, 3, 4], {"key_value_seq_lengths": [0]}, [0, 0]),
+    "query lengths alone": (2, [1, 2, 3, 4], {"query_seq_lengths": [1]}, [2.5, 0]),
+    "a window": (4, [1, 2, 3, 4], {"local_window_size": 1}, [1.5, 2, 3, 3.5]),
+    "a window to the left": (4, [1, 2, 3, 4], {"local_window_size": (1, 0)}, [1, 1.5, 2.5, 3.5]),
+    "finite garbage behind a mask": (
+        1,
+        [1, 3, 1e10, 1e30],
+        {"mask": np.array([[[[1, 1, 0, 0]]]], bool)},
+        [2],
+    ),
+    "NaN behind a mask": (1, [1, 3, np.nan, np.inf], {"mask": np.array([[[[1, 1, 0, 0]]]], bool)}, [2]),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_worked_out_by_hand(name):
+    """Zero scores make the output a plain mean. Catches: another causal corner, an inverted mask, ignored
+    lengths, a mean over everything (or NaN) in a row without keys. Also: a single example is the batched
+    call's row."""
+    T, values, options, want = EXAMPLES[name]
+    query, value = jnp.zeros((1, T, 1, 1)), jnp.asarray(values, jnp.float32)[None, :, None, None]
+    for implementation in (*IMPLEMENTATIONS, None):
+        call = jax.jit(
+            functools.partial(attention.dot_product_attention, implementation=implementation, **options)
+        )
+        out = call(query, jnp.zeros_like(value), value)
+        np.testing.assert_array_equal(np.asarray(out)[0, :, 0, 0], np.float32(want))
+        single = jax.jit(
+            lambda q, k, v: attention.dot_product_attention(q, k, v, implementation=implementation, **options)
+        )
+        assert single(query[0], jnp.zeros_like(value)[0], value[0]).shape == (T, 1, 1)
+
+
+def test_query_head_n_reads_key_value_head_n_over_g():
+    """Values 10 in head 0 and 20 in head 1 give [10, 10, 20, 20]. Catches: tiling instead of repeating."""
+    value = jnp.broadcast_to(jnp.array([10.0, 20.0])[:, None], (1, 3, 2, 1))
+    for implementation in (*IMPLEMENTATIONS, None):
+        out = attention.dot_product_attention(
+            jnp.zeros((1, 3, 4, 1)), 0 * value, value, implementation=implementation
+        )
+        np.testing.assert_array_equal(np.asarray(out)[0, :, :, 0], np.tile([10.0, 10, 20, 20], (3, 1)))
+
+
+def test_empty_inputs():
+    """No queries, no keys or no batch: zeros of the right shape. Catches: a maximum over nothing."""
+    for B, T, S in ((0, 2, 2), (1, 0, 2), (1, 2, 0)):
+        for implementation in (*IMPLEMENTATIONS, None):
+            out = attention.dot_product_attention(
+                jnp.ones((B, T, 2, 4)),
+                jnp.ones((B, S, 1, 4)),
+                jnp.ones((B, S, 1, 4)),
+                implementation=implementation,
+            )
+            np.testing.assert_array_equal(out, np.zeros((B, T, 2, 4)))
+
+
+# ---------------------------------------------------------------- transformations
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", None])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_second_derivatives_match_differences_of_the_oracles_gradient(implementation, seed):
+    """The derivative of |gradient . u| along u, all of query, key and value, is the oracle's difference
+    quotient. Catches: a custom backward pass that cannot be differentiated or forgets what its residuals
+    depend on."""
+    (query, key, value, cotangent), _ = draw("causal", seed)
+    (u, v, w, _), _ = draw("causal", seed + 1)
+    got = second_derivative(implementation)((query, key, value), (u, v, w), cotangent)
+    step = 1e-4
+    plus, minus = (
+        oracle(query + e * u, key + e * v, value + e * w, is_causal=True, cotangent=cotangent)[1]
+        for e in (step, -step)
+    )
+    for g, what in zip(got, ("query", "key", "value")):
+        close(g, (plus[what] - minus[what]) / (2 * step), 2e-3)
+
+
+@functools.cache
+def second_derivative(implementation):
+    def along(x, u, cotangent):
+        def loss(x):
+            return jnp.vdot(
+                cotangent, attention.dot_product_attention(*x, is_causal=True, implementation=implementation)
+            )
+
+        return jax.grad(lambda x: sum(map(jnp.vdot, jax.grad(loss)(x), u)))(x)
+
+    def run(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "BLOCK", 4)
+            return along(*args)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", None])
+def test_under_vmap_scan_and_checkpoint(implementation):
+    """The same numbers come out mapped (over axis 1, with shared keys, with lengths), scanned and
+    rematerialised, also under grad, and in bfloat16, where None holds the fused call as a branch. Catches: a
+    batching rule that wants every argument mapped, a loop that cannot be differentiated."""
+    rng = np.random.default_rng(0)
+    query, key = rng.normal(size=(4, 3, 4, 8)), rng.normal(size=(4, 2, 8))  # T, examples, N, H; S, K, H
+    lengths = np.array([1, 3, 4], np.int32)
+    for dtype, tolerance in ((jnp.float32, 2e-5), (jnp.bfloat16, 3e-2)):
+        q, k = jnp.asarray(query, dtype), jnp.asarray(key, dtype)
+        call = functools.partial(
+            attention.dot_product_attention, is_causal=True, implementation=implementation
+        )
+        want, want_grads, _ = oracle(
+            np.swapaxes(np.asarray(q, np.float64), 0, 1),
+            np.stack([np.asarray(k, np.float64)] * 3),
+            np.stack([np.asarray(k, np.float64)] * 3),
+            is_causal=True,
+            key_value_seq_lengths=lengths,
+            cotangent=np.ones((3, 4, 4, 8)),
+        )
+        mapped = jax.vmap(lambda q, k, n: call(q, k, k, key_value_seq_lengths=n), in_axes=(1, None, 0))
+        loss = lambda q, k: mapped(q, k, lengths).astype(jnp.float32).sum()
+        close(jax.jit(mapped)(q, k, lengths), want, tolerance)
+        dq, dk = jax.jit(jax.grad(loss, (0, 1)))(q, k)
+        close(dq, want_grads["query"].swapaxes(0, 1), tolerance)
+        close(dk, (want_grads["key"] + want_grads["value"]).sum(axis=0), 10 * tolerance)
+
+        def scanned(q, k):
+            layer = jax.checkpoint(
+                lambda total, n: (
+                    total + call(q, k, k, key_value_seq_lengths=n).astype(jnp.float32).sum(),
+                    None,
+                )
+            )
+            return jax.lax.scan(layer, 0.0, lengths)[0]
+
+        one = q.swapaxes(0, 1)[0]
+        total, grad = jax.jit(jax.value_and_grad(scanned))(one, k)
+        wants = [
+            oracle(
+                np.asarray(one, np.float64)[None],
+                *[np.asarray(k, np.float64)[None]] * 2,
+                is_causal=True,
+                key_value_seq_lengths=[n],
+                cotangent=np.ones((1, 4, 4, 8)),
+            )
+            for n in lengths
+        ]
+        close(total, sum(w[0].sum() for w in wants), 20 * tolerance)
+        close(grad, sum(w[1]["query"][0] for w in wants), 2 * tolerance)
+
+
+def test_with_64_bit_types():
+    """Under JAX_ENABLE_X64 float64 inputs give float64 accuracy, and decoding works with its int32 positions.
+    Catches: a hard-wired float32, int64 positions mixed with int32 ones."""
+    code = """
+import jax, numpy as np, jax.numpy as jnp, attention
+rng = np.random.default_rng(0)
+q, k, v = rng.normal(size=(1, 5, 2, 4)), rng.normal(size=(1, 5, 1, 4)), rng.normal(size=(1, 5, 1, 4))
+s = np.einsum("tnh,sh->nts", q[0], k[0, :, 0]) / 2 + np.where(np.tril(np.ones((5, 5))) > 0, 0, -np.inf)
+w = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
+want = np.einsum("nts,sh->tnh", w, v[0, :, 0])
+for name in ("naive", "blockwise", None):
+    out = attention.dot_product_attention(q, k, v, is_causal=True, implementation=name)
+    assert out.dtype == jnp.float64 and abs(out[0] - want).max() < 1e-12, (name, abs(out[0] - want).max())
+    call = lambda q: attention.dot_product_attention(q, k, v, is_causal=True, implementation=name)
+    grad = jax.grad(lambda q: call(q).sum())(q)
+    assert grad.dtype == jnp.float64
+params = attention.init_attention(jax.random.key(0), 8, 2, 1)
+x = rng.normal(size=(2, 4, 8)).astype(np.float32)
+cache = attention.init_kv_cache(2, 5, 1, 4)
+full = attention.attention(params, x)
+step = jax.jit(attention.cached_attention)
+for t in range(4):
+    out, cache = step(params, x[:, t:t + 1], cache, seq_lengths=np.array([1, 1]))
+    assert out.dtype == jnp.float32 and cache["length"].dtype == jnp.int32 and cache["k"].dtype == jnp.float32
+    assert abs(out[:, 0] - full[:, t]).max() < 1e-5
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "JAX_ENABLE_X64": "1",
+            "PYTHONPATH": os.path.dirname(attention.__file__),
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_blockwise_memory_grows_linearly():
+    """Twice the length takes about twice the temporary memory, in both directions, where scores would take
+    four times. Catches: a [T, S] array anywhere in the blockwise path."""
+
+    def temporary(length, f):
+        x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+        return jax.jit(f).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    call = functools.partial(attention.dot_product_attention, is_causal=True, implementation="blockwise")
+    for f in (call, jax.grad(lambda *x: call(*x).sum(), (0, 1, 2))):
+        assert temporary(4096, f) < 2.5 * temporary(2048, f)
+        assert temporary(4096, f) < 4096 * 4096 * 4 / 4
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def bad(message, *, B=2, T=4, S=4, N=2, K=2, H=8, key=None, value=None, dtype=jnp.float32, **options):
+    return message, (B, T, N, H), key or (B, S, K, H), value or key or (B, S, K, H), dtype, options
+
+
+@pytest.mark.parametrize(
+    "message, query, key, value, dtype, options",
+    [
+        bad("3 and 2", N=3),
+        bad("2 and 0", K=0),
+        bad("2 and 4", K=4),
+        bad("must agree", key=(2, 4, 2, 16)),
+        bad("must agree", value=(2, 5, 2, 8)),
+        bad("must agree", key=(1, 4, 2, 8)),
+        bad("expected query", key=(4, 2, 8)),
+        bad("floating dtype.*int32", dtype=jnp.int32),
+        bad("'flash' must be.*naive.*xla.*cudnn.*blockwise", implementation="flash"),
+        bad("'blockwise' takes no bias", implementation="blockwise", bias=np.zeros((1, 1, 4, 4), np.float32)),
+        bad("mask must be boolean", mask=np.zeros((1, 1, 4, 4), np.float32)),
+        bad(r"mask must broadcast.*\[2, 2, 4, 4\].*\[1, 1, 4, 3\]", mask=np.ones((1, 1, 4, 3), bool)),
+        bad("bias must broadcast", bias=np.ones((3, 1, 4, 4), np.float32)),
+        bad("bias must broadcast", bias=np.ones((1, 2, 2, 4, 4), np.float32)),
+        bad("query_seq_lengths must be 2 integers", query_seq_lengths=np.array([1], np.int32)),
+        bad(
+            "key_value_seq_lengths must be 2 integers.*float32", key_value_seq_lengths=np.ones(2, np.float32)
+        ),
+        bad("local_window_size", local_window_size=(1, 2, 3)),
+        bad("local_window_size", local_window_size=1.5),
+        bad("scale must be a scalar", scale=np.ones(2, np.float32)),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(message, query, key, value, dtype, options):
+    """Shapes, dtypes and names that do not fit raise a ValueError of one line that says what was given.
+    Catches: silent broadcasting, floor division of heads, an error from deep inside."""
+    for wrap in (lambda f: f, jax.jit):
+        with pytest.raises(ValueError, match=message) as error:
+            wrap(functools.partial(attention.dot_product_attention, **options))(
+                jnp.zeros(query, dtype), jnp.zeros(key, dtype), jnp.zeros(value, dtype)
+            )
+        assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- cuDNN
+
+HAS_PLUGIN = attention.cudnn_refusal(*[jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)] * 3) is None
+needs_plugin = pytest.mark.skipif(
+    not HAS_PLUGIN, reason="jax's CUDA plugin is not installed, so nothing lowers for CUDA"
+)
+def abstract(*shape, dtype=jnp.bfloat16):
+    """An array without content, for lowering."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lowered(f, *args):
+    """What `f` becomes on a CUDA GPU, as text. Needs the plugin, not a GPU."""
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def fused_calls(text):
+    return re.findall(
+        r"custom_call @__cudnn\$(\w+)\((.*?)\).*?mask_type\\22: \\22(\w+)\\22.*?: \((.*?)\) ->", text
+    )
+
+
+@needs_plugin
+@given(
+    is_causal=st.booleans(),
+    lengths=st.sampled_from([(), ("query",), ("key_value",), ("query", "key_value")]),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    implementation=st.sampled_from(["cudnn", None]),
+    dtype=st.sampled_from([jnp.float16, jnp.bfloat16]),
+)
+def test_cuda_lowering_is_the_fused_kernel(is_causal, lengths, heads, implementation, dtype):
+    """Lowered for CUDA, "cudnn" and None are one fused call with the right mask type, on keys and values that
+    are not repeated, and two under grad. Catches: a fallback that nobody asked for, a lost condition,
+    repeated heads."""
+    (N, K), names = heads, [f"{name}_seq_lengths" for name in lengths]
+    call = lambda q, k, v, *n: attention.dot_product_attention(
+        q, k, v, is_causal=is_causal, implementation=implementation, **dict(zip(names, n))
+    )
+    args = [
+        abstract(2, 8, N, 16, dtype=dtype),
+        *[abstract(2, 6, K, 16, dtype=dtype)] * 2,
+        *[abstract(2, dtype=jnp.int32)] * len(names),
+    ]
+    mask_type = {
+        (False, False): "NO_MASK",
+        (True, False): "CAUSAL",
+        (False, True): "PADDING",
+        (True, True): "PADDING_CAUSAL",
+    }[is_causal, bool(names)]
+    short = {jnp.float16: "f16", jnp.bfloat16: "bf16"}[dtype]
+    operands = [
+        f"tensor<2x8x{N}x16x{short}>",
+        *[f"tensor<2x6x{K}x16x{short}>"] * 2,
+        *["tensor<2xi32>"] * (2 * bool(names)),
+    ]
+    [(name, _, got_mask, got_operands)] = fused_calls(lowered(call, *args))
+    assert (name, got_mask, got_operands.split(", ")) == ("fmhaSoftmax", mask_type, operands)
+    grad = jax.grad(lambda *a: call(*a).astype(jnp.float32).sum(), (0, 1, 2))
+    forward, backward = fused_calls(lowered(grad, *args))
+    assert (forward[0], backward[0]) == ("fmhaSoftmax", "fmhaSoftmaxBackward")
+    assert forward[2] == backward[2] == mask_type and backward[3].split(", ")[:3] == operands[:3]
+
+
+@needs_plugin
+def test_cuda_lowering_of_windows_masks_biases_and_vmap():
+    """A window reaches the kernel as its length (the query itself counts); a mask or a bias is expanded to
+    [B, N, T, S] and only taken when "cudnn" is named; vmap folds into the batch, also where only some
+    arguments are mapped. Catches: an off-by-one window, a broadcast mask that the kernel misreads, a batching
+    rule that wants all or nothing."""
+    q, k = abstract(2, 8, 4, 16), abstract(2, 8, 2, 16)
+    call = lambda implementation, **o: functools.partial(
+        attention.dot_product_attention, implementation=implementation, **o
+    )
+    for options in ({"local_window_size": (3, 0)}, {"local_window_size": (3, 5), "is_causal": True}):
+        for implementation in ("cudnn", None):
+            text = lowered(call(implementation, **options), q, k, k)
+            assert fused_calls(text)[0][2] == "CAUSAL" and re.search(r"sliding_window_length\\22: 4,", text)
+    masked = lambda implementation: lambda q, k, v, m: call(implementation, mask=m)(q, k, v)
+    text = lowered(masked("cudnn"), q, k, k, abstract(2, 1, 1, 8, dtype=bool))
+    assert fused_calls(text)[0][0] == "fmhaScaleBiasSoftmax" and fused_calls(text)[0][3].endswith(
+        "tensor<2x4x8x8xbf16>"
+    )
+    assert not fused_calls(lowered(masked(None), q, k, k, abstract(2, 1, 1, 8, dtype=bool)))
+    assert (
+        fused_calls(lowered(lambda q, k, v, b: call("cudnn")(q, k, v, b), q, k, k, abstract(1, 4, 8, 8)))[0][0]
+        == "fmhaScaleBiasSoftmax"
+    )
+    one_k = abstract(8, 2, 16)
+    shared = jax.vmap(call(None, key_value_seq_lengths=jnp.array([5])), in_axes=(1, None, None))
+    assert fused_calls(lowered(shared, abstract(8, 3, 4, 16), one_k, one_k))[0][3].startswith(
+        "tensor<3x8x4x16xbf16>, tensor<3x8x2x16"
+    )
+
+
+@needs_plugin
+def test_cudnn_refusals_name_the_reason():
+    """What the kernel cannot run is refused with its reason, by `cudnn_refusal` and, when "cudnn" is named,
+    as a ValueError; None runs it all the same. Catches: an exception from inside JAX, a silent other
+    answer."""
+    make = lambda H=16, T=8, S=8, dtype=jnp.bfloat16: [
+        jnp.ones((1, T, 4, H), dtype),
+        *[jnp.ones((1, S, 2, H), dtype)] * 2,
+    ]
+    for word, arrays, options in (
+        ("float32", make(dtype=jnp.float32), {}),
+        ("multiple of 8", make(H=20), {}),
+        ("multiple of 8", make(H=512), {}),
+        ("even", make(T=7), {}),
+        ("even", make(S=7), {}),
+        ("window", make(), {"local_window_size": 2}),
+        ("window", make(), {"local_window_size": (-1, 0)}),
+        ("empty", make(T=0), {}),
+    ):
+        assert word in attention.cudnn_refusal(*arrays, **options)
+        with pytest.raises(ValueError, match=word):
+            attention.dot_product_attention(*arrays, **options, implementation="cudnn")
+        assert attention.dot_product_attention(*arrays, **options).shape == arrays[0].shape
+    with pytest.raises(ValueError, match="scale"):
+        jax.jit(lambda s: attention.dot_product_attention(*make(), scale=s, implementation="cudnn"))(0.5)
+    if not any(d.platform == "gpu" for d in jax.devices()):
+        with pytest.raises(ValueError, match="no NVIDIA GPU"):
+            attention.dot_product_attention(*make(), implementation="cudnn")
+
+
+@given(
+    is_causal=st.booleans(),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.sampled_from([None, "key_value_seq_lengths", "query_seq_lengths"]),
+)
+def test_cudnn_matches_naive_within_bf16_tolerance(is_causal, heads, seed, lengths):
+    """On a GPU, outputs and gradients of the fused kernel are as close to the float64 oracle as those of
+    "naive" in bfloat16, up to a factor of 2 and 1e-3. Catches: a mask type, a scale or a head mapping that
+    the kernel takes otherwise. Runs wherever a supported GPU is found."""
+    shapes = [abstract(2, 64, heads[0], 32), *[abstract(2, 64, heads[1], 32)] * 2]
+    reason = attention.cudnn_refusal(*shapes)
+    if not any("cuda" in d.client.platform_version.lower() for d in jax.devices()):
+        reason = "no NVIDIA GPU here" if reason is None else reason
+    if reason is not None:
+        (pytest.fail if os.environ.get("MINIJAX_REQUIRE_GPU") == "1" else pytest.skip)(reason)
+    rng = np.random.default_rng(seed)
+    query, key, value, cotangent = (
+        jnp.asarray(rng.normal(size=s.shape), jnp.bfloat16) for s in (*shapes, shapes[0])
+    )
+    options = {"is_causal": is_causal}
+    if lengths:
+        options[lengths] = rng.integers(0, 65, 2).astype(np.int32)
+    exact = [np.asarray(x, np.float64) for x in (query, key, value, cotangent)]
+    want, grads, _ = oracle(*exact[:3], **options, cotangent=exact[3])
+    errors = {}
+    for implementation in ("naive", "cudnn"):
+        call = functools.partial(attention.dot_product_attention, implementation=implementation, **options)
+        out, vjp = jax.vjp(jax.jit(call), query, key, value)
+        got = [out, *vjp(cotangent)]
+        errors[implementation] = [
+            np.abs(np.asarray(g, np.float64) - w).max()
+            for g, w in zip(got, (want, grads["query"], grads["key"], grads["value"]))
+        ]
+    assert all(fused <= 2 * naive + 1e-3 for naive, fused in zip(errors["naive"], errors["cudnn"])), errors
+
+
+# ---------------------------------------------------------------- the layer and its cache
+
+D, N, K, H, MAX_LENGTH = 6, 4, 2, 3, 8
+
+
+def rotate(x, positions):
+    """Stands in for rotary embeddings: a function of absolute positions, for JAX and NumPy alike."""
+    return x * (1 + 0.3 * positions[..., None, None])
+
+
+def layer_oracle(params, x, lengths=None, use_rotate=True):
+    """The whole layer in float64: [B, T, D] -> [B, T, D]."""
+    p = {k: np.asarray(v, np.float64) for k, v in params.items()}
+    x = np.asarray(x, np.float64)
+    q, k, v = (np.einsum("btd,dnh->btnh", x, p[w]) for w in ("wq", "wk", "wv"))
+    if use_rotate:
+        positions = np.broadcast_to(np.arange(x.shape[1]), x.shape[:2])
+        q, k = rotate(q, positions), rotate(k, positions)
+    return np.einsum(
+        "btnh,nhd->btd", oracle(q, k, v, is_causal=True, key_value_seq_lengths=lengths)[0], p["wo"]
+    )
+
+
+PARAMS = attention.init_attention(jax.random.key(0), D, N, K, H)
+cached = jax.jit(functools.partial(attention.cached_attention, rotate=rotate))
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    use_rotate=st.booleans(),
+    implementation=st.sampled_from([*IMPLEMENTATIONS, None]),
+)
+def test_attention_layer_matches_the_oracle(seed, use_rotate, implementation):
+    """Projections, positions, heads and output projection are those of the oracle, with key lengths. Catches:
+    a transposed weight, rotation of only one of query and key, lengths or implementation that are not passed
+    on."""
+    x = np.random.default_rng(seed).normal(size=(2, 5, D)).astype(np.float32)
+    lengths = np.random.default_rng(seed).integers(0, 6, 2).astype(np.int32)
+    got = layer(use_rotate, implementation)(PARAMS, x, lengths)
+    close(got, layer_oracle(PARAMS, x, lengths, use_rotate), 5e-5)
+
+
+@functools.cache
+def layer(use_rotate, implementation):
+    return jax.jit(
+        lambda params, x, n: attention.attention(
+            params,
+            x,
+            key_value_seq_lengths=n,
+            implementation=implementation,
+            rotate=rotate if use_rotate else None,
+        )
+    )
+
+
+@given(
+    cuts=st.lists(st.integers(1, 3), min_size=2, max_size=6).filter(lambda c: sum(c) <= MAX_LENGTH),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_chunks_equal_one_pass(cuts, seed):
+    """However a sequence is cut into prefill, chunks and single steps, the outputs are those of one causal
+    pass. Catches: a chunk masked as if it began at 0, or not at all; positions read after the cache has
+    advanced."""
+    x = np.random.default_rng(seed).normal(size=(2, sum(cuts), D)).astype(np.float32)
+    cache, outs = attention.init_kv_cache(2, MAX_LENGTH, K, H), []
+    for start, cut in zip(np.cumsum([0, *cuts]), cuts):
+        out, cache = cached(PARAMS, x[:, start : start + cut], cache)
+        outs.append(out)
+    close(np.concatenate(outs, axis=1), layer_oracle(PARAMS, x), 5e-5)
+    np.testing.assert_array_equal(cache["length"], [sum(cuts)] * 2)
+
+
+@given(
+    steps=st.lists(st.tuples(*[st.integers(-1, 4)] * 2), min_size=1, max_size=6),
+    seed=st.integers(0, 2**32 - 1),
+    garbage=st.sampled_from([0.0, np.nan, 1e30]),
+)
+def test_rows_of_different_lengths_and_the_bound_check(steps, seed, garbage):
+    """Rows advance by their own numbers of tokens. A row that would run past max_length, or whose number is
+    not in 0..T, keeps cache and length bit for bit and gets NaN; all others get the full pass's outputs, and
+    0 for padding, whatever padding and unused slots hold. The cache that was passed in is unchanged. Catches:
+    one index for all rows, a clamped write, padding that is written or read, updates in place."""
+    rng = np.random.default_rng(seed)
+    rows = [np.zeros((0, D), np.float32)] * 2
+    cache = attention.init_kv_cache(2, MAX_LENGTH, K, H)
+    cache = {**cache, "k": cache["k"] + garbage, "v": cache["v"] + garbage}
+    for counts in steps:
+        x = np.full((2, 3, D), garbage, np.float32)
+        before = jax.tree.map(np.array, cache)
+        fits = [0 <= n <= 3 and len(row) + n <= MAX_LENGTH for n, row in zip(counts, rows)]
+        for b, n in enumerate(counts):
+            x[b, : max(n, 0)] = rng.normal(size=(3, D))[: max(n, 0)]
+        out, new = cached(PARAMS, x, cache, seq_lengths=np.array(counts, np.int32))
+        jax.tree.map(np.testing.assert_array_equal, cache, before)
+        for b, n in enumerate(counts):
+            if not fits[b]:
+                assert np.isnan(np.asarray(out)[b]).all()
+                for leaf in new:
+                    np.testing.assert_array_equal(new[leaf][b], before[leaf][b])
+                continue
+            rows[b] = np.concatenate([rows[b], x[b, :n]])
+            assert (np.asarray(out)[b, n:] == 0).all() and new["length"][b] == len(rows[b])
+            np.testing.assert_array_equal(new["k"][b, len(rows[b]) :], before["k"][b, len(rows[b]) :])
+            if n:
+                close(out[b, :n], layer_oracle(PARAMS, rows[b][None])[0, -n:], 5e-5)
+        cache = new
+
+
+@given(
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]), shape=st.sampled_from([(1, 4, 1, 2), (3, 8, 4, 16)])
+)
+def test_cache_bytes_and_dtypes(dtype, shape):
+    """`kv_cache_bytes` is what the keys and values of `init_kv_cache` take; the cache keeps its dtype, the
+    output that of x. Catches: a factor of two, a dtype that is widened by a write."""
+    cache = attention.init_kv_cache(*shape, dtype)
+    assert attention.kv_cache_bytes(*shape, dtype) == cache["k"].nbytes + cache["v"].nbytes
+    assert cache["length"].dtype == jnp.int32 and not any(
+        np.asarray(x, np.float32).any() for x in cache.values()
+    )
+    params = jax.eval_shape(
+        lambda: attention.init_attention(jax.random.key(0), 6, shape[2], shape[2], shape[3])
+    )
+    out, new = jax.eval_shape(
+        attention.cached_attention, params, abstract(shape[0], 2, 6, dtype=jnp.float32), cache
+    )
+    assert out.dtype == jnp.float32
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, new, cache))
+    )
+
+
+def test_ten_decode_steps_are_one_trace():
+    """Catches: a length that is a static argument, a cache that grows."""
+    traces = []
+    step = jax.jit(lambda *args: (traces.append(None), attention.cached_attention(*args))[1])
+    cache = attention.init_kv_cache(1, 10, K, H)
+    for _ in range(10):
+        out, cache = step(PARAMS, jnp.ones((1, 1, D)), cache)
+    assert len(traces) == 1 and cache["length"] == 10 and np.isfinite(np.asarray(out)).all()
+
+
+def test_layer_and_cache_refuse_what_does_not_fit():
+    """Catches: floor division of heads or width, a chunk longer than the cache, a cache of another layer."""
+    for message, args in (("4 and 3", (8, 4, 3)), ("10, 4", (10, 4)), ("4 and 0", (8, 4, 0))):
+        with pytest.raises(ValueError, match=message):
+            attention.init_attention(jax.random.key(0), *args)
+    cache = attention.init_kv_cache(1, 4, K, H)
+    for message, call in (
+        ("5 tokens.* 4 ", lambda: attention.cached_attention(PARAMS, jnp.ones((1, 5, D)), cache)),
+        ("x must be", lambda: attention.cached_attention(PARAMS, jnp.ones((1, 2, D + 1)), cache)),
+        ("x must be", lambda: attention.attention(PARAMS, jnp.ones((2, D)))),
+        ("cache must be", lambda: attention.cached_attention(PARAMS, jnp.ones((2, 2, D)), cache)),
+        (
+            "cache must be",
+            lambda: attention.cached_attention(
+                PARAMS, jnp.ones((1, 2, D)), attention.init_kv_cache(1, 4, 1, H)
+            ),
+        ),
+        (
+            "seq_lengths must be",
+            lambda: attention.cached_attention(PARAMS, jnp.ones((1, 2, D)), cache, seq_lengths=[1, 2]),
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_init_attention_scales_by_fan_in_and_keys_differ(seed):
+    """Each matrix has variance 1 / fan-in, and no two are made from one key. Catches: a reused key, a fan-in
+    that counts the wrong axes."""
+    params = attention.init_attention(jax.random.key(seed), 64, 8, 8, 32)
+    for name, fan_in in (("wq", 64), ("wk", 64), ("wv", 64), ("wo", 256)):
+        assert abs(float(jnp.std(params[name])) * fan_in**0.5 - 1) < 0.05
+    assert not any(
+        np.array_equal(params[a], params[b]) for a, b in (("wq", "wk"), ("wk", "wv"), ("wq", "wv"))
+    )
+
+
+def test_main_prints_both_tables(capsys, monkeypatch, tmp_path):
+    """`python attention.py` prints a line per length and implementation, with times and memory, and the
+    cache's bytes for MHA, GQA and MQA; without matplotlib --plot says in one line what is missing. Catches: a
+    table that breaks."""
+    monkeypatch.setattr(attention, "_measure", functools.partial(attention._measure, lengths=(8,)))
+    attention.main([])
+    printed = capsys.readouterr().out
+    for name in ("naive", "xla", "blockwise", "None"):
+        assert (
+            len(re.findall(rf"^ +8 {name} +[\d.]+ ms \( *[\d.]+x\) +[\d.]+ MiB +[\d.]+ ms", printed, re.M))
+            == 1
+        )
+    for name, size in (("MHA", 4 * 2**30), ("GQA", 2**30), ("MQA", 2**27)):
+        assert re.search(rf"{name} .*= +{size:,} bytes", printed)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        attention.main(["--plot", str(tmp_path / "x.png")])
+    assert stop.value.code and "pip install matplotlib" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- decoder: the oracle
+
+V, DIM, L = 23, 16, 3
+HEADS = [(4, 4), (4, 2), (4, 1)]  # MHA, GQA, MQA
+REQUIRED = ("wq", "wk", "wv", "wo")
+
+
+@functools.cache
+def small_decoder(N=4, K=2, seed=0, scale=1.0, num_layers=L):
+    """A decoder of a few thousand parameters, drawn by NumPy (nothing to compile).
+
+    Its norm scales are not 1, so that a forgotten one shows. scale: of the embedding; a tiny one makes the
+    epsilon of the first norm matter.
+    """
+    shapes = jax.eval_shape(lambda: decoder.init_decoder(
+        jax.random.key(0), vocab_size=V, num_layers=num_layers, model_dim=DIM, num_heads=N, num_kv_heads=K,
+        mlp_dim=20))
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path)
+        draw = rng.uniform(0.5, 1.5, leaf.shape) if "norm" in name else rng.normal(size=leaf.shape) / 4
+        return jnp.asarray(draw * (4 * scale if "embedding" in name else 1), jnp.float32)
+
+    return jax.tree.map_with_path(draw, shapes)
+
+
+def oracle_norm(x, scale):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def oracle_rotate(x, position):
+    """x [H] at one position: pair (i, i + H/2) as a complex number, times e^(i position 10000^(-2i/H))."""
+    half = len(x) // 2
+    turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * 10000.0 ** (-2 * np.arange(half) / len(x)))
+    return np.concatenate([turned.real, turned.imag])
+
+
+def oracle_decoder(params, tokens):
+    """Logits [T, V] of one row of tokens [T], in float64 and with loops, from the formulas."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    x = params["embedding"][tokens]  # [T, D]
+    layers = params["layers"]
+    for i in range(len(layers["mlp_norm"])):
+        weights = {name: layers["attention"][name][i] for name in REQUIRED}
+        h = oracle_norm(x, layers["attention_norm"][i])
+        N, K, H = weights["wq"].shape[1], weights["wk"].shape[1], weights["wq"].shape[2]
+        out = np.zeros_like(x)
+        for n in range(N):
+            k = n // (N // K)
+            query = [oracle_rotate(row @ weights["wq"][:, n], t) for t, row in enumerate(h)]
+            key = [oracle_rotate(row @ weights["wk"][:, k], t) for t, row in enumerate(h)]
+            value = h @ weights["wv"][:, k]  # [T, H]
+            for t in range(len(tokens)):
+                scores = np.array([query[t] @ key[s] for s in range(t + 1)]) / np.sqrt(H)
+                probs = np.exp(scores - scores.max())
+                out[t] += probs / probs.sum() @ value[:t + 1] @ weights["wo"][n]
+        x = x + out
+        h = oracle_norm(x, layers["mlp_norm"][i])
+        gate, up = h @ layers["mlp"]["w_gate"][i], h @ layers["mlp"]["w_up"][i]
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layers["mlp"]["w_down"][i]
+    return oracle_norm(x, params["final_norm"]) @ params["output"]
+
+
+def oracle_loss(params, batch):
+    """(mean cross-entropy in nats over the True positions of the mask, their number)."""
+    total, count = 0.0, 0
+    for tokens, mask in zip(np.asarray(batch["tokens"], int), np.asarray(batch["mask"])):
+        logits = oracle_decoder(params, np.clip(tokens[:-1], 0, V - 1))
+        for t in np.flatnonzero(mask):
+            top = logits[t].max()
+            total += np.log(np.exp(logits[t] - top).sum()) + top - logits[t, tokens[t + 1]]
+            count += 1
+    return total / max(count, 1), count
+
+
+def random_tokens(seed, *shape):
+    return np.random.default_rng(seed).integers(0, V, shape)
+
+
+decoder_jit = jax.jit(decoder.decoder, static_argnames=("implementation", "remat", "dtype"))
+cached_jit = jax.jit(decoder.cached_decoder)
+loss_and_grads = jax.jit(jax.value_and_grad(decoder.loss_fn, has_aux=True))
+
+
+# ---------------------------------------------------------------- decoder: the arithmetic
+
+
+@given(heads=st.sampled_from(HEADS), T=st.sampled_from([1, 7]), scale=st.sampled_from([1.0, 1e-3]),
+       seed=st.integers(0, 99))
+def test_decoder_matches_the_formulas(heads, T, scale, seed):
+    """The logits are Llama's, for MHA, GQA and MQA.
+
+    Catches a wrong epsilon, base, pairing or sign of the rotation, a wrong order of norm, attention and MLP,
+    gate and up exchanged, the wrong key/value head, a missing scale or residual.
+    """
+    params, tokens = small_decoder(*heads, seed % 3, scale), random_tokens(seed, 2, T)
+    want = np.stack([oracle_decoder(params, row) for row in tokens])
+    np.testing.assert_allclose(decoder_jit(params, tokens), want, rtol=0, atol=2e-5 * max(1, abs(want).max()))
+
+
+@given(heads=st.sampled_from(HEADS), seed=st.integers(0, 99))
+@settings(max_examples=5)
+def test_decoder_in_float64_is_exact(heads, seed):
+    """With 64-bit numbers nothing on the way is rounded to 32 bits, far positions included.
+
+    Catches a cast to float32 that the looser comparison cannot see, and frequencies that are nearly right.
+    """
+    params = small_decoder(*heads)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
+        tokens = random_tokens(seed, 1, 7)
+        got = decoder.decoder(params, tokens, implementation="naive")
+        assert got.dtype == jnp.float64
+        np.testing.assert_allclose(got[0], oracle_decoder(params, tokens[0]), rtol=0, atol=1e-11)
+        x = np.random.default_rng(seed).normal(size=(1, 3, 1, 8))
+        positions = np.array([[1000, 1, 77777]])
+        want = [oracle_rotate(x[0, t, 0], positions[0, t]) for t in range(3)]
+        got = decoder.rotate(jnp.asarray(x), positions)[0, :, 0]
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-9)
+
+
+@given(H=st.sampled_from([2, 8]), shift=st.integers(0, 3000), seed=st.integers(0, 999))
+def test_rotary_depends_on_relative_positions_and_keeps_norms(H, shift, seed):
+    """Shifting query and key by the same distance changes no score; no vector changes its length.
+
+    Catches positions taken from the wrong end, a missing minus sign, different frequencies for the two
+    halves.
+    """
+    x = np.random.default_rng(seed).normal(size=(1, 6, 2, H)).astype(np.float32)
+    positions = np.random.default_rng(seed).integers(0, 50, (1, 6))
+    near, far = decoder.rotate(x, positions), decoder.rotate(x, positions + shift)
+    scores = [np.einsum("btnh,bsnh->bnts", y, y) for y in (np.asarray(near, float), np.asarray(far, float))]
+    np.testing.assert_allclose(*scores, atol=5e-3)  # float32 angles of 3000 radians are right to 2e-4
+    np.testing.assert_allclose(np.linalg.norm(near, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+def test_rotary_by_hand():
+    """One pair, frequency 1, query (1, 0) at 5, key (1, 0) at 3: their product is cos 2.
+
+    Catches an offset that is forgotten (cos 3) or off by one. bfloat16 in, bfloat16 out, with float32 angles:
+    at position 1001, bfloat16 would round the angle to 1000 (its steps are 8 there).
+    """
+    one = jnp.array([[[[1.0, 0.0]]]])
+    dot = (decoder.rotate(one, jnp.array([[5]])) * decoder.rotate(one, jnp.array([[3]]))).sum()
+    np.testing.assert_allclose(dot, -0.41614684, atol=1e-6)
+    turned = decoder.rotate(one.astype(jnp.bfloat16), jnp.array([[1001]]))
+    assert turned.dtype == jnp.bfloat16
+    np.testing.assert_allclose(turned[0, 0, 0].astype(float), [np.cos(1001), np.sin(1001)], atol=4e-3)
+
+
+@given(seed=st.integers(0, 999), t=st.integers(0, 6), heads=st.sampled_from(HEADS))
+def test_decoder_is_causal(seed, t, heads):
+    """(1) Logits at t have an exactly zero gradient in every later token's embedding; (2) a nonzero one in those
+    at and before t; (3) changing the later tokens changes not one bit of the logits up to t.
+
+    Catches a mask that is off by one, an output shifted by one, attention over the whole row.
+    """
+    params = small_decoder(*heads)
+    tokens = np.random.default_rng(seed).permutation(V)[:7][None]  # all different
+    grads = embedding_grads(params, tokens, t)
+    used = np.abs(np.asarray(grads)[tokens[0]]).max(axis=1)  # [T]
+    assert (used[t + 1:] == 0).all() and (used[:t + 1] > 0).all()
+    changed = tokens.copy()
+    changed[:, t + 1:] = random_tokens(seed, 1, 6 - t)
+    np.testing.assert_array_equal(decoder_jit(params, tokens)[:, :t + 1], decoder_jit(params, changed)[:, :t + 1])
+
+
+@jax.jit
+def embedding_grads(params, tokens, t):
+    return jax.grad(lambda p: (decoder.decoder(p, tokens)[0, t] ** 2).sum())(params)["embedding"]
+
+
+@given(heads=st.sampled_from(HEADS), seed=st.integers(0, 9))
+@settings(max_examples=5)
+def test_stacked_layers_are_a_loop_over_layers(heads, seed):
+    """The scan applies layer 0, 1, 2 in this order, each once.
+
+    Catches layers run in reverse, a carry that is dropped, one layer used for all.
+    """
+    params, tokens = small_decoder(*heads), random_tokens(seed, 2, 7)
+    x = decoder.embed(params, tokens, None)
+    for i in range(L):
+        layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
+        x, _ = decoder.layer_fn(layer, x, lambda weights, h: (
+            attention.attention(weights, h, rotate=decoder.rotate), None))
+    np.testing.assert_allclose(decoder_jit(params, tokens), decoder.project(params, x), atol=1e-5)
+
+
+def test_depth_does_not_grow_the_program(monkeypatch):
+    """However many layers, one is traced.
+
+    Catches a Python loop over layers, whose compile time grows with depth.
+    """
+    calls, layer_fn = [], decoder.layer_fn
+    monkeypatch.setattr(decoder, "layer_fn", lambda *args: calls.append(1) or layer_fn(*args))
+    for depth in 2, 5:
+        calls.clear()
+        jax.eval_shape(decoder.decoder, small_decoder(num_layers=depth), random_tokens(0, 1, 4))
+        assert len(calls) == 1
+
+
+def test_remat_changes_memory_and_nothing_else():
+    """remat gives the same loss and gradients, and needs less memory for the backward pass.
+
+    Catches an argument that is accepted and ignored.
+    """
+    batch = {"tokens": random_tokens(0, 4, 129), "mask": np.ones((4, 128), bool)}
+    params, results, memory = small_decoder(num_layers=8), [], []
+    for remat in False, True:
+        loss = functools.partial(decoder.loss_fn, remat=remat, implementation="naive")
+        compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, batch).compile()
+        results.append(compiled(params, batch))
+        memory.append(compiled.memory_analysis().temp_size_in_bytes)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)
+    assert memory[1] < memory[0] / 2
+
+
+def test_decoder_in_bfloat16_keeps_float32_masters():
+    """dtype=bfloat16 computes in bfloat16 and gives float32 logits and gradients of the float32 parameters.
+
+    Catches a dtype that is ignored, logits rounded to bfloat16 before the loss, gradients in the compute
+    dtype.
+    """
+    params, tokens = small_decoder(), random_tokens(1, 2, 7)
+    want = np.stack([oracle_decoder(params, row) for row in tokens])
+    logits = decoder_jit(params, tokens, dtype=jnp.bfloat16)
+    error = np.abs(logits - want).max() / np.abs(want).max()
+    assert logits.dtype == jnp.float32 and 1e-4 < error < 0.03
+    assert (logits != logits.astype(jnp.bfloat16).astype(jnp.float32)).any()
+    batch = {"tokens": tokens, "mask": np.ones((2, 6), bool)}
+    loss = functools.partial(decoder.loss_fn, dtype=jnp.bfloat16)
+    (value, _), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves((value, grads))} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(value, oracle_loss(params, batch)[0], rtol=0.02)
+
+
+def test_decoder_options_reach_attention():
+    """implementation is handed on: a name that does not exist is refused, those that do agree.
+
+    Catches an argument that is accepted and ignored.
+    """
+    params, tokens = small_decoder(), random_tokens(2, 2, 7)
+    with pytest.raises(ValueError, match="implementation"):
+        decoder.decoder(params, tokens, implementation="fastest")
+    for name in "xla", "blockwise":
+        np.testing.assert_allclose(decoder_jit(params, tokens, implementation=name),
+                                   decoder_jit(params, tokens, implementation="naive"), atol=1e-5)
+
+
+# ---------------------------------------------------------------- decoder: the loss and training
+
+
+@given(seed=st.integers(0, 999), data=st.data())
+def test_decoder_loss_is_the_exact_masked_mean(seed, data):
+    """The loss is the mean over the True positions of the mask, whatever the mask; with none it is 0.
+
+    Catches a mean over all positions, a mean of row means, targets that are off by one, NaN for no token at
+    all.
+    """
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=12, max_size=12))).reshape(2, 6)
+    batch = {"tokens": random_tokens(seed, 2, 7), "mask": mask}
+    (loss, metrics), grads = loss_and_grads(small_decoder(), batch)
+    want, count = oracle_loss(small_decoder(), batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert metrics["tokens"] == count and metrics["loss"] == loss
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(grads)) == mask.any()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+@given(seed=st.integers(0, 999), garbage=st.sampled_from([0, -1, V, -100, 2**31 - 1]),
+       length=st.integers(0, 6))
+def test_decoder_padding_changes_nothing(seed, garbage, length):
+    """Whatever stands after a row's last counted token, the loss and all gradients stay the same to the bit.
+
+    Catches padding that is attended to, and padding that is looked up (a NaN times 0 is a NaN).
+    """
+    tokens, mask = random_tokens(seed, 2, 7), np.ones((2, 6), bool)
+    mask[1] = np.arange(6) < length
+    clean, dirty = tokens.copy(), tokens.copy()
+    clean[1, length + 1:], dirty[1, length + 1:] = 1, garbage
+    results = [loss_and_grads(small_decoder(), {"tokens": rows, "mask": mask}) for rows in (clean, dirty)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    want, _ = oracle_loss(small_decoder(), {"tokens": clean, "mask": mask})
+    np.testing.assert_allclose(results[0][0][0], want, rtol=1e-5)
+
+
+def test_decoder_tokens_out_of_range():
+    """A number that is no token is an error when it can be seen, and else NaN, never another token's row.
+
+    Catches -1 read from the end, large numbers clamped to the last row, uint8 compared with a V of 256.
+    """
+    params = small_decoder()
+    for bad in -1, V:
+        tokens = np.array([[1, bad, 2], [1, 0, 2]])
+        with pytest.raises(ValueError, match=f"0..{V - 1}, got {bad}"):
+            decoder.decoder(params, tokens)
+        logits = np.asarray(decoder_jit(params, tokens))
+        assert np.isnan(logits[0, 1:]).all() and np.isfinite(logits[1]).all()
+        for place in 1, 2:  # as an input, and as the last target
+            tokens = np.array([[1, 3, 2]])
+            tokens[0, place] = bad
+            (loss, _), _ = loss_and_grads(params, {"tokens": tokens, "mask": np.ones((1, 2), bool)})
+            assert np.isnan(loss)
+    wide = {**small_decoder(), "embedding": jnp.tile(small_decoder()["embedding"], (12, 1))[:256]}  # V = 256
+    tokens = np.array([[0, 255, 128]], np.uint8)
+    np.testing.assert_array_equal(decoder_jit(wide, tokens), decoder_jit(wide, tokens.astype(np.int32)))
+    assert np.isfinite(decoder.decoder(wide, tokens)).all()
+
+
+def test_decoder_gradient_tree_is_the_parameter_tree():
+    """Every parameter has a gradient of its own shape and dtype, and none is zero or unused.
+
+    Catches a matrix that was created and forgotten, and a leaf that changes dtype on the way.
+    """
+    batch = {"tokens": random_tokens(3, 2, 7), "mask": np.ones((2, 6), bool)}
+    params = small_decoder()
+    _, grads = loss_and_grads(params, batch)
+    describe = functools.partial(jax.tree.map, lambda leaf: (leaf.shape, leaf.dtype))
+    assert describe(grads) == describe(params)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_decoder_initial_parameters():
+    """Shapes are as documented, sizes of the matrices 1 / sqrt(fan-in), residual branches shrink with depth.
+
+    Catches layers that are equal, a fan-in taken from the stacked shape, a missing residual scale, and that
+    one seed does not give one model. A fresh model is close to knowing nothing: its loss is about log V.
+    """
+    init = jax.jit(functools.partial(decoder.init_decoder, vocab_size=64, num_layers=8, model_dim=128, num_heads=4,
+                                     num_kv_heads=2))
+    params = init(jax.random.key(1))
+    layers = params["layers"]
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == {
+        "embedding": (64, 128), "final_norm": (128,), "output": (128, 64), "layers": {
+            "attention": {"wq": (8, 128, 4, 32), "wk": (8, 128, 2, 32), "wv": (8, 128, 2, 32), "wo": (8, 4, 32, 128)},
+            "mlp": {"w_gate": (8, 128, 352), "w_up": (8, 128, 352), "w_down": (8, 352, 128)},
+            "attention_norm": (8, 128), "mlp_norm": (8, 128)}}
+    for name, std in [("w_gate", 128**-0.5), ("w_up", 128**-0.5), ("w_down", 352**-0.5 / 4)]:
+        np.testing.assert_allclose(layers["mlp"][name].std(axis=(1, 2)), std, rtol=0.05)
+    np.testing.assert_allclose(layers["attention"]["wo"].std(axis=(1, 2, 3)), 128**-0.5 / 4, rtol=0.05)
+    np.testing.assert_allclose(params["output"].std(), 128**-0.5, rtol=0.05)
+    assert all((leaf[0] != leaf[1]).any() for leaf in jax.tree.leaves((layers["attention"], layers["mlp"])))
+    for norm in params["final_norm"], layers["attention_norm"], layers["mlp_norm"]:
+        assert (norm == 1).all()
+    again, other = init(jax.random.key(1)), init(jax.random.key(2))
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    for name in "embedding", "output":
+        assert (params[name] != other[name]).any()
+    batch = {"tokens": random_tokens(3, 8, 33), "mask": np.ones((8, 32), bool)}
+    assert abs(jax.jit(decoder.loss_fn)(params, batch)[0] - np.log(64)) < 1
+
+
+def test_one_train_step_trains_mlp_and_decoder():
+    """make_train_step and make_optimizer serve both models: the loss falls, and only matrices are decayed.
+
+    Catches a step that knows its model, and a stacked norm scale taken for a matrix because it has two axes.
+    """
+    optimizer = train.make_optimizer(3e-3, 0.1)
+    mlp_batch = {"image": np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32),
+                 "label": np.arange(8) % 3, "mask": np.ones(8, bool)}
+    for params, loss_fn, batch in [
+            (train.init_mlp(jax.random.key(0), [5, 16, 3]), train.loss_fn, mlp_batch),
+            (small_decoder(), decoder.loss_fn, {"tokens": random_tokens(0, 4, 7), "mask": np.ones((4, 6), bool)})]:
+        steps = jax.jit(train.make_train_steps(train.make_train_step(loss_fn, optimizer)))
+        batches = jax.tree.map(lambda leaf: np.repeat(leaf[None], 60, axis=0), batch)
+        _, _, metrics = steps(params, optimizer.init(params), batches)
+        assert metrics["loss"][-1] < 0.5 * metrics["loss"][0]
+    zeros = jax.tree.map(jnp.zeros_like, small_decoder())
+    updates, _ = optimizer.update(zeros, optimizer.init(small_decoder()), small_decoder())
+    for path, update in jax.tree.leaves_with_path(updates):
+        assert np.any(update) == ("norm" not in jax.tree_util.keystr(path))
+
+
+# ---------------------------------------------------------------- decoder: the cache and generation
+
+
+@given(heads=st.sampled_from(HEADS), lengths=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+       cuts=st.sampled_from([(7,), (3, 4), (1, 1, 5), (1,) * 7]), garbage=st.sampled_from([0, -1]))
+def test_chunked_prefill_is_one_pass(heads, lengths, cuts, garbage):
+    """A row fed in chunks has the logits of the full pass at every position, also where rows differ in length.
+
+    Catches a chunk masked as if it began at 0, a shared position for all rows, padding written into the
+    cache.
+    """
+    params, tokens = small_decoder(*heads), random_tokens(sum(lengths), 2, 7)
+    want = np.asarray(decoder_jit(params, tokens))
+    padded = np.where(np.arange(7) < np.array(lengths)[:, None], tokens, garbage)
+    cache, start = decoder.init_decoder_cache(params, 2, 8), 0
+    for size in cuts:
+        real = np.clip(np.array(lengths) - start, 0, size)  # tokens of this chunk per row; may be 0
+        got, cache = cached_jit(params, padded[:, start:start + size], cache, seq_lengths=real)
+        for row in range(2):
+            np.testing.assert_allclose(got[row, :real[row]], want[row, start:start + real[row]], atol=1e-5)
+        start += size
+    np.testing.assert_array_equal(cache["length"], np.broadcast_to(lengths, (L, 2)))
+
+
+@given(heads=st.sampled_from(HEADS), lengths=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+       seed=st.integers(0, 99))
+@settings(max_examples=10)
+def test_greedy_generation_is_argmax_over_full_passes(heads, lengths, seed):
+    """Each new token is the argmax of a full pass over all before it; it stands after its row's own prompt.
+
+    Catches positions that do not go on from the prompt, logits taken from the padded end, a stale cache, rows
+    that see each other. What follows is 0; the prompt comes back as it was; padding of the prompt may hold
+    anything.
+    """
+    params, prompt = small_decoder(*heads), random_tokens(seed, 2, 4)
+    padded = np.where(np.arange(4) < np.array(lengths)[:, None], prompt, -1)
+    got = np.asarray(decoder.generate(params, padded, 5, prompt_lengths=np.array(lengths)))
+    assert got.shape == (2, 9) and got.dtype == np.int32
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(got[row, :length], prompt[row, :length])
+        np.testing.assert_array_equal(got[row, length + 5:], 0)
+        logits = np.asarray(decoder_jit(params, got[:, :8]))[row, length - 1:length + 4]
+        best = np.sort(logits, axis=1)
+        assert (best[:, -1] - best[:, -2] > 1e-5).all(), "a tie: choose another seed"
+        np.testing.assert_array_equal(got[row, length:length + 5], logits.argmax(axis=1))
+
+
+def test_generation_is_one_compiled_program(monkeypatch):
+    """Prefill and step are traced once each, whatever num_tokens, and not at all the second time.
+
+    Catches a loop in Python over tokens, and a position that is a static argument.
+    """
+    calls, cached_layers = [], decoder.cached_layers
+    monkeypatch.setattr(decoder, "cached_layers", lambda *args: calls.append(1) or cached_layers(*args))
+    for num_tokens, temperature, count in [(11, 0.5, 2), (11, 0.7, 0), (13, 0.7, 2), (1, 0.7, 2)]:
+        calls.clear()
+        got = decoder.generate(small_decoder(), np.array([[1, 2]]), num_tokens, key=jax.random.key(0),
+                               temperature=temperature)
+        assert got.shape == (1, 2 + num_tokens) and len(calls) <= count
+    assert jax.eval_shape(lambda p: decoder.generate(small_decoder(), p, 3), np.array([[1, 2]])).shape == (1, 5)
+
+
+@given(top_k=st.sampled_from([1, 3, V, None]), temperature=st.sampled_from([0.5, 2.0]), seed=st.integers(0, 99))
+@settings(max_examples=10)
+def test_sampled_tokens_are_among_the_top_k(top_k, temperature, seed):
+    """Every sampled token is one of the top_k of its full pass; top_k=1 is greedy; a key gives one result.
+
+    Catches top_k cut off by one or taken from the wrong end, a key that is used for every step, or not at
+    all.
+    """
+    params, prompt, key = small_decoder(), random_tokens(seed, 2, 4), jax.random.key(seed)
+    sampled = functools.partial(decoder.generate, params, prompt, 5, temperature=temperature, top_k=top_k)
+    got = np.asarray(sampled(key=key))
+    np.testing.assert_array_equal(got, sampled(key=key))
+    logits = np.asarray(decoder_jit(params, got[:, :8]))[:, 3:]  # [2, 5, V]
+    chosen = np.take_along_axis(logits, got[:, 4:, None], axis=2)
+    assert ((logits > chosen).sum(axis=2) < (top_k or V)).all()
+    if top_k == 1:
+        np.testing.assert_array_equal(got, decoder.generate(params, prompt, 5))
+    elif top_k is None and temperature == 2.0:
+        others = [np.asarray(sampled(key=jax.random.key(seed + 1 + i))) for i in range(3)]
+        assert any((got != other).any() for other in others)
+
+
+def test_sampling_follows_the_softmax():
+    """Frequencies are softmax(logits / temperature), cut to the top k and renormalised; rows are independent.
+
+    Catches temperature multiplied instead of divided, forgotten, or applied before the cut changes its
+    meaning. A temperature next to 0 is greedy, not NaN.
+    """
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2], [0.25, 0.25, 0.4, 0.1]]))
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    for temperature, top_k in (1.0, None), (2.0, None), (0.5, 2), (1.0, 3):
+        draw = jax.jit(jax.vmap(lambda key: decoder.sample(logits, key, temperature, top_k)))
+        tokens = np.asarray(draw(keys))  # [20000, 2]
+        for row in range(2):
+            weights = np.exp(np.asarray(logits[row], np.float64)) ** (1 / temperature)
+            weights[np.argsort(-weights, kind="stable")[top_k or 4:]] = 0
+            share = np.bincount(tokens[:, row], minlength=4) / len(tokens)
+            np.testing.assert_allclose(share, weights / weights.sum(), atol=0.02)
+    assert (decoder.sample(logits * 1e5, keys[0], 1e-38, None) == jnp.array([1, 2])).all()
+    # Two steps draw with two keys: were it one, equal logits would give equal tokens all along the row.
+    flat = jax.tree.map(jnp.zeros_like, small_decoder())
+    written = decoder.generate(flat, np.array([[1]] * 4), 11, key=jax.random.key(0), temperature=1.0)
+    rows = written[:, 1:].tolist()
+    assert all(len(set(row)) > 3 for row in rows) and len(set(map(tuple, rows))) == 4
+
+
+def test_cached_decoding_with_64_bit_numbers_and_in_bfloat16():
+    """Generation works with x64 switched on and gives the same tokens; a cache may have another dtype.
+
+    Catches indices of mixed width, and a cache that dictates the dtype of the computation.
+    """
+    want = decoder.generate(small_decoder(), np.array([[1, 2, 3]]), 4)
+    with jax.enable_x64(True):
+        fresh = jax.eval_shape(lambda: decoder.init_decoder(
+            jax.random.key(0), vocab_size=V, num_layers=1, model_dim=DIM, num_heads=4))
+        assert {leaf.dtype for leaf in jax.tree.leaves(fresh)} == {jnp.dtype(jnp.float32)}
+        np.testing.assert_array_equal(decoder.generate(small_decoder(), np.array([[1, 2, 3]]), 4), want)
+        key = jax.random.key(0)
+        tokens = decoder.generate(small_decoder(), np.array([[1, 2, 3]]), 4, key=key, temperature=1.0)
+        assert tokens.shape == (1, 7)
+    tokens = random_tokens(0, 1, 6)
+    cache = decoder.init_decoder_cache(small_decoder(), 1, 6, jnp.bfloat16)
+    logits, cache = decoder.cached_decoder(small_decoder(), tokens, cache)
+    assert cache["k"].dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, decoder_jit(small_decoder(), tokens), atol=0.05)
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), small_decoder())
+    assert decoder.init_decoder_cache(low, 1, 6)["v"].dtype == jnp.bfloat16
+    assert decoder.generate(low, tokens, 2).shape == (1, 8)
+    cache = decoder.init_decoder_cache(small_decoder(), 1, 6)
+    logits, _ = decoder.cached_decoder(small_decoder(), tokens, cache, dtype=jnp.bfloat16)
+    assert 1e-4 < np.abs(logits - decoder_jit(small_decoder(), tokens)).max() < 0.1
+
+
+def test_decoder_cache_end():
+    """Tokens past the cache's end are an error when it can be seen; compiled, that row gives NaN and keeps its cache.
+
+    Catches a write that is clamped to the last slot and destroys what is there.
+    """
+    params = small_decoder()
+    cache = decoder.init_decoder_cache(params, 2, 4)
+    _, cache = decoder.cached_decoder(params, np.array([[1, 2, 3], [1, 2, 0]]), cache, seq_lengths=np.array([3, 2]))
+    with pytest.raises(ValueError, match="holds 4"):
+        decoder.cached_decoder(params, np.array([[4, 5], [4, 5]]), cache)
+    logits, after = cached_jit(params, np.array([[4, 5], [4, 5]]), cache)
+    assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
+    np.testing.assert_array_equal(after["length"], np.broadcast_to([3, 4], (L, 2)))
+    np.testing.assert_array_equal(after["k"][:, 0], cache["k"][:, 0])
+
+
+KEY = {"key": "a key"}  # never used: what is wrong is found before
+
+
+@pytest.mark.parametrize("message, change", [
+    ("at least one token", {"prompt": np.zeros((1, 0), int)}),
+    ("at least one token", {"prompt": np.zeros((0, 3), int)}),
+    ("at least one token", {"prompt": np.array([1, 2])}),
+    ("integers", {"prompt": np.array([[1.0, 2.0]])}),
+    ("0..22, got 23", {"prompt": np.array([[1, 23]])}),
+    ("0..22, got -1", {"prompt": np.array([[1, -1]])}),
+    ("num_tokens", {"num_tokens": 0}),
+    ("num_tokens", {"num_tokens": -3}),
+    ("num_tokens", {"num_tokens": 2.5}),
+    ("temperature", {"temperature": -1.0}),
+    ("temperature", {"temperature": float("nan")}),
+    ("temperature", {"temperature": float("inf")}),
+    ("key", {"temperature": 1.0}),
+    ("top_k", {"temperature": 1.0, **KEY, "top_k": 0}),
+    ("top_k", {"temperature": 1.0, **KEY, "top_k": 24}),
+    ("top_k", {"top_k": 0}),
+    ("top_k", {"top_k": 1.5}),
+    ("prompt_lengths", {"prompt_lengths": np.array([0])}),
+    ("prompt_lengths", {"prompt_lengths": np.array([3])}),
+    ("prompt_lengths", {"prompt_lengths": np.array([1, 2])}),
+    ("prompt_lengths", {"prompt_lengths": np.array([1.0])}),
+])
+def test_generate_refuses_before_it_works(message, change, monkeypatch):
+    """Each wrong argument is a ValueError that names it, raised before anything is compiled.
+
+    Catches an argument that is clamped, rounded or ignored, and a traceback from deep inside a trace.
+    """
+    monkeypatch.setattr(decoder, "generate_compiled", None)
+    arguments = {"prompt": np.array([[1, 2]]), "num_tokens": 3, **change}
+    with pytest.raises(ValueError, match=message):
+        decoder.generate(small_decoder(), **arguments)
+
+
+@pytest.mark.parametrize("message, change", [
+    ("vocab_size 0", {"vocab_size": 0}), ("num_layers 0", {"num_layers": 0}), ("model_dim -4", {"model_dim": -4}),
+    ("mlp_dim 0", {"mlp_dim": 0}), ("even, got 3", {"head_dim": 3}), ("4 and 3", {"num_kv_heads": 3}),
+    ("17", {"model_dim": 17}),
+])
+def test_init_decoder_refuses(message, change):
+    """Sizes that fit no model are a ValueError that names them.
+
+    Catches floor division and an odd head_dim.
+    """
+    sizes = {"vocab_size": 5, "num_layers": 1, "model_dim": 16, "num_heads": 4, **change}
+    with pytest.raises(ValueError, match=message):
+        decoder.init_decoder(jax.random.key(0), **sizes)
+
+
+def test_decoder_refuses_shapes():
+    """Tokens and masks of other shapes or dtypes are a ValueError at trace time.
+
+    Catches silent broadcasting.
+    """
+    for bad in np.array([1, 2]), np.array([[1.0]]), np.array([[True]]):
+        with pytest.raises(ValueError, match="integers"):
+            decoder.decoder(small_decoder(), bad)
+    tokens = random_tokens(0, 2, 7)
+    for mask in np.ones((2, 7), bool), np.ones((1, 6), bool), np.ones((2, 6)), np.ones(6, bool):
+        with pytest.raises(ValueError, match="mask"):
+            decoder.loss_fn(small_decoder(), {"tokens": tokens, "mask": mask})
+
+
+# ---------------------------------------------------------------- decoder: weights from elsewhere
+
+
+@given(heads=st.sampled_from(HEADS), data=st.data())
+@settings(max_examples=10)
+def test_llama_weights_round_trip(heads, data):
+    """Every number stands where Llama keeps it (linear layers are [out, in], heads are blocks of rows), and comes back.
+
+    Catches a transpose that is missing in both directions, heads and head dimension exchanged, layers mixed
+    up.
+    """
+    params, (N, K) = small_decoder(*heads), heads
+    state = decoder.to_llama(params)
+    i, d, f, v = (data.draw(st.integers(0, size - 1)) for size in (L, DIM, 20, V))
+    n, k, h = (data.draw(st.integers(0, size - 1)) for size in (N, K, 4))
+    layers, prefix = params["layers"], f"model.layers.{i}."
+    for name, index, want in [
+            (prefix + "self_attn.q_proj", (n * 4 + h, d), layers["attention"]["wq"][i, d, n, h]),
+            (prefix + "self_attn.k_proj", (k * 4 + h, d), layers["attention"]["wk"][i, d, k, h]),
+            (prefix + "self_attn.v_proj", (k * 4 + h, d), layers["attention"]["wv"][i, d, k, h]),
+            (prefix + "self_attn.o_proj", (d, n * 4 + h), layers["attention"]["wo"][i, n, h, d]),
+            (prefix + "mlp.gate_proj", (f, d), layers["mlp"]["w_gate"][i, d, f]),
+            (prefix + "mlp.up_proj", (f, d), layers["mlp"]["w_up"][i, d, f]),
+            (prefix + "mlp.down_proj", (d, f), layers["mlp"]["w_down"][i, f, d]),
+            (prefix + "input_layernorm", d, layers["attention_norm"][i, d]),
+            (prefix + "post_attention_layernorm", d, layers["mlp_norm"][i, d]),
+            ("model.embed_tokens", (v, d), params["embedding"][v, d]),
+            ("model.norm", d, params["final_norm"][d]), ("lm_head", (v, d), params["output"][d, v])]:
+        assert isinstance(state[f"{name}.weight"], np.ndarray) and state[f"{name}.weight"][index] == want, name
+    assert len(state) == 3 + 9 * L
+    back = decoder.from_llama({**state, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)}, N)
+    assert jax.tree.structure(back) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(back))
+
+
+def test_llama_weights_that_do_not_fit():
+    """A name too few, one too many (a bias!) or a wrong head count is a ValueError; tied weights get their copy.
+
+    Catches a bias that is dropped silently, and a state dict that only seems to be loaded.
+    """
+    state = decoder.to_llama(small_decoder())
+    with pytest.raises(ValueError, match="no model.layers.1.mlp.up_proj.weight"):
+        decoder.from_llama({name: state[name] for name in state if name != "model.layers.1.mlp.up_proj.weight"}, 4)
+    with pytest.raises(ValueError, match="no model.embed_tokens.weight"):
+        decoder.from_llama({}, 4)
+    with pytest.raises(ValueError, match="q_proj.bias"):
+        decoder.from_llama({**state, "model.layers.0.self_attn.q_proj.bias": np.zeros(DIM)}, 4)
+    for heads in 3, 1, 0:
+        with pytest.raises(ValueError, match=f"{heads} heads"):
+            decoder.from_llama(state, heads)
+    tied = decoder.from_llama({name: value for name, value in state.items() if name != "lm_head.weight"}, 4)
+    np.testing.assert_array_equal(tied["output"], tied["embedding"].T)
+
+
+# ---------------------------------------------------------------- decoder: the main job
+
+
+@given(size=st.integers(1, 40), length=st.sampled_from([4, 5, 8, 16]), batch_size=st.sampled_from([1, 3, 4]))
+def test_evaluation_predicts_every_held_out_byte_once(size, length, batch_size):
+    """Each byte of the held-out part is the target of exactly one True position, with 3/4 length bytes before it.
+
+    Catches bytes dropped at the ragged end or counted twice, the first byte left out, padding counted.
+    """
+    text = np.random.default_rng(size).permutation(200)[:60 + size].astype(np.uint8)  # every value once
+    seen = []
+    for batch in decoder.evaluation_batches(text, 60, length, batch_size):
+        assert batch["tokens"].shape == (batch_size, length + 1) and batch["mask"].shape == (batch_size, length)
+        for row, mask in zip(batch["tokens"], batch["mask"]):
+            for t in np.flatnonzero(mask):
+                where = np.flatnonzero(text == row[t + 1])[0]
+                seen.append(where)
+                np.testing.assert_array_equal(row[:t + 1], text[where - t - 1:where])
+                assert t + 1 >= 0.75 * length - 1
+    np.testing.assert_array_equal(sorted(seen), np.arange(60, 60 + size))
+
+
+@given(seed=st.integers(0, 9), step=st.integers(0, 999))
+def test_training_windows_are_a_function_of_seed_and_step(seed, step):
+    """Windows are cut from the text, another step or seed gives others, the same the same.
+
+    Catches an order that a resumed run could not find again, and windows that run over the end.
+    """
+    text = np.arange(200, dtype=np.uint8)
+    batch = decoder.training_batch(text, 8, 190, seed, step)
+    assert batch["mask"].all() and batch["mask"].shape == (8, 190)
+    np.testing.assert_array_equal(batch["tokens"], batch["tokens"][:, :1] + np.arange(191))
+    np.testing.assert_array_equal(batch["tokens"], decoder.training_batch(text, 8, 190, seed, step)["tokens"])
+    assert (batch["tokens"] != decoder.training_batch(text, 8, 190, seed, step + 1)["tokens"]).any()
+    assert (batch["tokens"] != decoder.training_batch(text, 8, 190, seed + 1, step)["tokens"]).any()
+
+
+def test_training_windows_reach_both_ends():
+    """Each start that fits is drawn. Catches a last byte that no window ever holds."""
+    text = np.arange(12, dtype=np.uint8)
+    starts = decoder.training_batch(text, 500, 8, 0, 0)["tokens"][:, 0]
+    assert set(starts.tolist()) == {0, 1, 2, 3}
+
+
+def test_documentation_is_the_help_topics():
+    """The text is all topics in alphabetical order, so it is the same in every process.
+
+    Catches an order by hash.
+    """
+    from pydoc_data.topics import topics
+    text = decoder.documentation()
+    assert text.dtype == np.uint8 and len(text) > 300_000
+    assert text.tobytes().decode() == "\n".join(topics[name] for name in sorted(topics))
+
+
+TINY_RUN = ["--steps", "4", "--log-every", "2", "--layers", "1", "--model-dim", "16", "--heads", "2", "--kv-heads", "1",
+        "--length", "16", "--batch-size", "4"]
+
+
+def test_decoder_main_trains_and_resumes_exactly(tmp_path, monkeypatch, capsys):
+    """main trains, saves, measures beside both compressors, writes; resumed halfway it ends with the same numbers.
+
+    Catches a resume that loses the optimizer's state or its place in the data, and a held-out part that is
+    not the last tenth.
+    """
+    text = np.frombuffer(b"How much wood would a woodchuck chuck? " * 40, np.uint8)
+    monkeypatch.setattr(decoder, "documentation", lambda: text)
+    whole = decoder.main([*TINY_RUN, "--checkpoint-dir", str(tmp_path / "a")])
+    printed = capsys.readouterr().out
+    assert printed.count("\nstep ") == 2 and "1,404 bytes to train on, 156 held out" in printed
+    assert f"{whole['model']:.4f}" in printed and "(cpu)" in printed or jax.default_backend() != "cpu"
+    raw = text.tobytes()
+    xz = [len(lzma.compress(part, preset=9)) for part in (raw, raw[:1404])]
+    assert whole["xz -9"] == 8 * (xz[0] - xz[1]) / 156
+    assert whole["bz2 -9"] == 8 * (len(bz2.compress(raw)) - len(bz2.compress(raw[:1404]))) / 156
+    assert 2 < whole["model"] < 9
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a" / "step_2.npz", tmp_path / "b")
+    resumed = decoder.main([*TINY_RUN, "--checkpoint-dir", str(tmp_path / "b"), "--resume"])
+    printed = capsys.readouterr().out
+    assert resumed == whole and "going on from step 2" in printed and printed.count("\nstep ") == 1
+    with pytest.raises(SystemExit, match="seed"):
+        decoder.main([*TINY_RUN, "--seed", "5", "--checkpoint-dir", str(tmp_path / "b"), "--resume"])
+
+
+@pytest.mark.parametrize("flags", [
+    ["--resume"], ["--steps", "0"], ["--steps", "many"], ["--learning-rate", "-1"], ["--learning-rate", "nan"],
+    ["--kv-heads", "3"], ["--length", "100000000"], ["--model-dim", "30", "--heads", "4"], ["--nonsense"],
+])
+def test_decoder_main_mistakes_are_one_line(flags, capsys):
+    """A user's mistake ends with one line and a failure, before any training. Catches a traceback."""
+    with pytest.raises(SystemExit) as error:
+        decoder.main(flags)
+    message = error.value.code if isinstance(error.value.code, str) else capsys.readouterr().err
+    assert error.value.code not in (0, None) and message.strip().count("\n") == 0 and "decoder.py: " in message
