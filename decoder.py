@@ -17,9 +17,6 @@ import functools
 import lzma
 import math
 import numbers
-import os
-import signal
-import sys
 import zlib
 
 import jax
@@ -416,45 +413,30 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="decoder.py", description="Train a byte-level language model on Python's own documentation.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # no usage
     add, number = parser.add_argument, minijax_train.number
-    add("--steps", type=number(int, 1), default=1400)
-    add("--batch-size", type=number(int, 1), default=4, help="windows per step, over all devices")
-    add("--length", type=number(int, 4), default=512, help="bytes of text per window")
-    add("--layers", type=number(int, 1), default=3)
-    add("--model-dim", type=number(int, 1), default=256)
-    add("--heads", type=number(int, 1), default=4, help="query heads")
-    add("--kv-heads", type=number(int, 1), default=2, help="key/value heads")
+    count = number(int, 1, 2**31 - 1)
+    add("--steps", type=count, default=1400)
+    add("--batch-size", type=count, default=4, help="windows per step, over all devices")
+    add("--length", type=number(int, 4, 2**31 - 1), default=512, help="bytes of text per window")
+    add("--layers", type=count, default=3)
+    add("--model-dim", type=count, default=256)
+    add("--heads", type=count, default=4, help="query heads")
+    add("--kv-heads", type=count, default=2, help="key/value heads")
     add("--learning-rate", type=number(float, 0), default=3e-3,
         help="peak of the schedule: linear warm-up over a tenth of the steps, then cosine decay to 0")
     add("--weight-decay", type=number(float, 0), default=0.5, help="of matrices, times the learning rate")
-    add("--seed", type=number(int, 0), default=0, help="of initial parameters, windows and the sample")
-    add("--log-every", type=number(int, 1), default=50, metavar="STEPS",
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0,
+        help="of initial parameters, windows and the sample")
+    add("--log-every", type=count, default=50, metavar="STEPS",
         help="steps per interval: per line, compiled call and checkpoint")
     add("--checkpoint-dir", metavar="DIR", help="save the state here after every interval; newest 3 kept")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
-    args = parser.parse_args(argv)
-    if args.resume and not args.checkpoint_dir:
-        parser.error("--resume needs --checkpoint-dir")
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        return run(args, minijax_train)
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"{parser.prog}: {error}")
-    except KeyboardInterrupt as interrupt:
-        saved = f"saved {interrupt}; go on with --resume" if str(interrupt) else "nothing saved"
-        print(f"\ninterrupted: {saved}", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    return minijax_train.command_line(parser, functools.partial(run, minijax_train), argv)
 
 
-def run(args, minijax_train):
+def run(minijax_train, args):
     """What `main` does once the command line is read."""
-    # Without an NVIDIA GPU the CUDA plugin of jax[cuda12] would print a traceback before JAX takes the CPU.
-    if not any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    devices = jax.devices()
+    devices = minijax_train.find_devices()
     print(f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}")
     if args.batch_size % len(devices):
         raise ValueError(f"--batch-size {args.batch_size} cannot be shared evenly by {len(devices)} devices")
@@ -463,6 +445,7 @@ def run(args, minijax_train):
     train = text[:start]
     if args.length >= start:
         raise ValueError(f"--length {args.length} is not less than the {start} bytes of training text")
+    interrupted = minijax_train.note_interrupts()
     mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
     replicated, by_row, by_step_and_row = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
                                            for axes in ((), ("batch",), (None, "batch")))
@@ -482,7 +465,7 @@ def run(args, minijax_train):
     if args.checkpoint_dir:
         names = "seed", "steps", "batch_size", "length", "learning_rate", "weight_decay"
         settings = {**{name: getattr(args, name) for name in names}, "text": zlib.crc32(text)}
-        state, save = minijax_train.checkpointing(args.checkpoint_dir, settings, state, args.resume)
+        state, save = minijax_train.checkpointing(args.checkpoint_dir, settings, state, args.resume, interrupted)
         if args.resume:
             step = state["step"]
             print(f"going on from step {step}" if step else "nothing to resume: starting afresh")
@@ -499,6 +482,8 @@ def run(args, minijax_train):
         loss = metrics["loss"].mean()
         print(f"step {step:6}  loss {loss:.4f} nats = {loss / math.log(2):.4f} bits per byte  "
               f"{metrics['tokens'].sum() / seconds:9,.0f} tokens/s", flush=True)
+        if interrupted and not save:
+            raise KeyboardInterrupt
 
     state = minijax_train.interval_loop(train_steps, state, intervals(), report, save)
     params = state["params"]
