@@ -43,7 +43,7 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
       local_window_size: (left, right), or one int for both: query i sees keys i - left .. i + right.
       implementation: "naive" (the one to read), "xla" (that of jax.nn), "blockwise" (online softmax, memory
         linear in T and S, takes no bias), "cudnn" (the fused GPU kernel, see `cudnn_refusal`), or None: cuDNN
-        on a GPU where it can run a call without bias and mask, else the fastest of the others for the size.
+        on a GPU where it can run a call without bias and mask, else "blockwise", or "xla" if there is a bias.
 
     Returns [B, T, N, H] (or [T, N, H]) in the query's dtype. The softmax is computed in float32, for float64
     inputs in float64 ("xla": always float32).
@@ -108,16 +108,13 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
         if implementation == "blockwise":
             score_dtype = jnp.promote_types(query.dtype, jnp.float32)
             return _blockwise_batch(window, query, key, value, jnp.asarray(scale, score_dtype), mask, lengths)
-        if implementation == "short":
-            return _short(window, query, key, value, jnp.asarray(scale, jnp.float32), mask, lengths)
         return _jax_nn(implementation, query, key, value, bias, mask, lengths, window, scale)
 
     arrays = query, key, value, bias, mask, lengths
     if implementation is not None:
         out = run(implementation, *arrays)
     else:
-        short = T * S <= 128 * 128 and query.dtype != jnp.float64
-        other = functools.partial(run, "xla" if bias is not None else "short" if short else "blockwise")
+        other = functools.partial(run, "xla" if bias is not None else "blockwise")
         fits_cudnn = bias is None and mask is None and cudnn_refusal(
             query, key, value, scale=scale, is_causal=is_causal, local_window_size=local_window_size) is None
         if fits_cudnn:   # which of the two branches is compiled is settled by the platform
@@ -199,26 +196,6 @@ def _jax_nn(implementation, query, key, value, bias, mask, lengths, window, scal
         query, key, value, bias, mask, scale=scale, is_causal=right == 0, query_seq_lengths=query_lengths,
         key_value_seq_lengths=key_lengths, local_window_size=local_window_size, implementation=implementation)
     return out.astype(dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _short(window, query, key, value, scale, mask, lengths):
-    """None's choice up to 128 x 128: "blockwise" where no gradient is asked for, else "xla", which keeps the
-    weights instead of making them again. Each is the faster one on its side, by 15 to 30 %.
-    """
-    return _blockwise(window, query, key, value, scale, mask, lengths)[0]
-
-
-def _short_forward(window, query, key, value, scale, mask, lengths):
-    return jax.vjp(lambda query, key, value, scale: _jax_nn(
-        "xla", query, key, value, None, mask, lengths, window, scale), query, key, value, scale)
-
-
-def _short_backward(window, pull_back, dout):
-    return *pull_back(dout), None, None
-
-
-_short.defvjp(_short_forward, _short_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
