@@ -3134,6 +3134,22 @@ def test_main_prints_both_tables(capsys, monkeypatch, tmp_path):
     assert stop.value.code and "pip install matplotlib" in capsys.readouterr().err
 
 
+def test_a_full_cache_takes_not_one_token_more():
+    """At exactly max_length one more token is refused: NaN, and cache and length as before; the row beside it goes on.
+
+    Catches: a bound that is off by one, and a write that XLA moves back onto the last slot.
+    """
+    params = attention.init_attention(jax.random.key(0), 6, 4, 2, 4)
+    x = jax.random.normal(jax.random.key(1), (2, 4, 6))
+    full = attention.attention(params, x)
+    _, cache = attention.cached_attention(params, x, attention.init_kv_cache(2, 4, 2, 4), seq_lengths=np.array([4, 3]))
+    out, after = attention.cached_attention(params, x[:, 3:], cache)
+    assert after["length"].tolist() == [4, 4] and np.isnan(out[0]).all()
+    np.testing.assert_array_equal(after["k"][0], cache["k"][0])
+    np.testing.assert_array_equal(after["v"][0], cache["v"][0])
+    np.testing.assert_allclose(out[1, 0], full[1, 3], atol=1e-5)
+
+
 # ---------------------------------------------------------------- decoder: the oracle
 
 V, DIM, L = 23, 16, 3
