@@ -15,10 +15,8 @@ import gzip
 import hashlib
 import io
 import itertools
-import json
 import lzma
 import os
-import random
 import re
 import shutil
 import signal
