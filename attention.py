@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 IMPLEMENTATIONS = ("naive", "xla", "cudnn", "blockwise")
-BLOCK = 256   # queries and keys per block of "blockwise": measured best of 128 to 512 on a CPU
+BLOCK = 256         # queries and keys per block of "blockwise": measured best of 128 to 512 on a CPU
+HEADS_IN_CACHE = 8  # so many heads' blocks of scores (256 kB each in float32) stay in a CPU's cache
 
 
 def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None, is_causal=False,
@@ -43,15 +44,17 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
       local_window_size: (left, right), or one int for both: query i sees keys i - left .. i + right.
       implementation: "naive" (the one to read), "xla" (that of jax.nn), "blockwise" (online softmax, memory
         linear in T and S, takes no bias), "cudnn" (the fused GPU kernel, see `cudnn_refusal`), or None: cuDNN
-        on a GPU where it can run a call without bias and mask, else "blockwise", or "xla" if there is a bias.
+        on a GPU where it can run the call and there is no bias or mask, else "blockwise", or "xla" if there
+        is a bias.
 
     Returns [B, T, N, H] (or [T, N, H]) in the query's dtype. The softmax is computed in float32, for float64
     inputs in float64 ("xla": always float32).
 
     A query with no allowed key returns exactly 0 and passes no gradient (jax.nn returns the mean of all
     values). Queries that see no key, and keys and values that no query sees, may hold anything, NaN included;
-    a key that only some queries see must be finite. Forward-mode differentiation needs "naive" or "xla",
-    second order any but "cudnn". The `return_residual` of jax.nn is left out.
+    keys and values that only some queries see must be finite. Forward-mode differentiation (jvp, jacfwd,
+    hessian) needs "naive" or "xla"; the gradient of a gradient any but "cudnn". The `return_residual` of
+    jax.nn is left out.
 
     Raises ValueError for shapes, dtypes or names that do not fit, and for what a named implementation cannot
     do. """
@@ -68,7 +71,7 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     lengths = (_check_lengths("query_seq_lengths", query_seq_lengths, B),
                _check_lengths("key_value_seq_lengths", key_value_seq_lengths, B))
     left, right = window = _window(local_window_size, is_causal)
-    scale = 1 / math.sqrt(H) if scale is None else scale
+    scale = 1 / math.sqrt(max(H, 1)) if scale is None else scale
     if jnp.ndim(scale) != 0:
         raise ValueError(f"scale must be a scalar: got shape {jnp.shape(scale)}")
     if implementation == "blockwise" and bias is not None:
@@ -93,7 +96,7 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
         bias, mask = jnp.where(finite, bias, 0), finite if mask is None else mask & finite
 
     # Rows and keys that take part in nothing are zeroed here, once for every implementation: 0 * NaN is NaN,
-    # so that a weight of zero, or a zero cotangent, would not keep their content out.
+    # so a weight of zero, or a zero cotangent, would not keep their content out.
     everything = mask is None and lengths == (None, None) and left is None
     if not everything:
         visible = _visible(jnp.arange(T), jnp.arange(S), window, mask, lengths)   # [B, N, T, S] (B, N or 1)
@@ -170,7 +173,7 @@ def _naive(query, key, value, bias, mask, lengths, window, scale):
 
 
 def _jax_nn(implementation, query, key, value, bias, mask, lengths, window, scale):
-    """JAX's own implementations, told what they need to be told differently."""
+    """JAX's own implementations, with the arguments as they want them."""
     (B, T, N, _), S = query.shape, key.shape[1]
     (left, right), (query_lengths, key_lengths) = window, lengths
     if implementation == "cudnn":
@@ -204,21 +207,23 @@ def _blockwise(window, query, key, value, scale, mask, lengths):
 
     A softmax needs the largest score m of a row and the sum l of its exponentials. Both can be kept up to
     date while blocks of keys pass by (online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867), and so
-    can the weighted sum a of the values (Rabe & Staats 2021, arXiv:2112.05682). A block with scores s and
-    values v makes
+    can the weighted sum a of the values (Rabe & Staats 2021, arXiv:2112.05682). A block with scores
+    s = scale q k^T and values v makes
 
         m' = max(m, max(s))    p = exp(s - m')    c = exp(m - m')
         l' = c l + sum(p)      a' = c a + p v                          and in the end   out = a / l
 
-    in whatever order the blocks come. The backward pass needs no stored scores either: from L = m + log(l),
-    one number per row, it makes the weights again (FlashAttention: Dao et al. 2022, arXiv:2205.14135):
+    (p v is a matrix product, the rest goes by entries or rows), in whatever order the blocks come. The
+    backward pass needs no stored scores either: from L = m + log(l), one number per row, it makes the weights
+    again (FlashAttention: Dao et al. 2022, arXiv:2205.14135; with L alone: Dao 2023, arXiv:2307.08691):
 
         p = exp(s - L)                          dv += p^T dout
         ds = p (dout v^T - sum(dout out))       dq += scale ds k       dk += scale ds^T q
 
-    Blocks that no query of theirs may see, above the causal diagonal or outside the window, are not visited.
+    Pairs of a query block and a key block in which nothing is visible, above the causal diagonal or outside the
+    window, are skipped.
 
-    Returns out [B, T, N, H] and L [B, K, T, G], T rounded up to whole blocks.
+    Returns out [B, T, N, H] and L [B, K, T', G], T' being T rounded up to whole blocks.
     """
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     (bq, bk), whole, cut, hide = _blocks(window, T, S, K, mask, lengths)
@@ -241,7 +246,8 @@ def _blockwise(window, query, key, value, scale, mask, lengths):
         return (_put(a, a_new, i, bq), _put(m, m_new, i, bq), _put(l, l_new, i, bq)), None
 
     a = jnp.zeros(query.shape, scale.dtype)
-    # Half of what `hide` writes: a hidden score is then far below m even in a row that has seen nothing yet.
+    # Not -inf, whose difference is NaN, but half of what `hide` writes: a hidden score is then far below m even
+    # in a row that has seen nothing yet.
     m = jnp.full(query.shape[:-1], jnp.finfo(scale.dtype).min / 2)
     l = jnp.zeros(query.shape[:-1], scale.dtype)
     a, m, l = _visit(step, (a, m, l), whole, cut)
@@ -251,6 +257,7 @@ def _blockwise(window, query, key, value, scale, mask, lengths):
 
 
 def _blockwise_batch(window, query, key, value, scale, mask, lengths):
+    """`_blockwise` for a batch, one example at a time where that is faster. Returns out alone."""
     def all_at_once(query, key, value, scale, mask, lengths):
         return _blockwise(window, query, key, value, scale, mask, lengths)[0]
 
@@ -262,14 +269,15 @@ def _blockwise_batch(window, query, key, value, scale, mask, lengths):
         return jax.lax.map(one, (query, key, value, None if shared else mask, lengths))
 
     args = query, key, value, scale, mask, lengths
-    if len(query) == 1 or query.shape[1] * key.shape[1] <= BLOCK**2 / 4:
+    (B, T, N, _), S = query.shape, key.shape[1]
+    if B == 1 or B * N <= HEADS_IN_CACHE or T * S <= BLOCK**2 / 4:
         return all_at_once(*args)
-    # On a CPU the scores of one example's block stay in the cache; those of a batch of 8 do not (3x slower).
+    # On a CPU, 64 heads (B N) at once leave the cache and take 3 times as long.
     return jax.lax.platform_dependent(*args, cpu=one_by_one, default=all_at_once)
 
 
 def _blockwise_forward(window, query, key, value, scale, mask, lengths):
-    # By calling the function itself, and not its body, the forward pass stays differentiable a second time.
+    # The function itself is called, not its body: so the forward pass can be differentiated a second time.
     out, lse = _blockwise(window, query, key, value, scale, mask, lengths)
     # Times 1, since second derivatives under lax.scan mix up residuals that are inputs themselves (jax 0.10).
     query, key, value, scale = (x * 1 for x in (query, key, value, scale))
@@ -281,10 +289,11 @@ def _blockwise_backward(window, residuals, cotangents):
     dout, dlse = cotangents
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     (bq, bk), whole, cut, hide = _blocks(window, T, S, K, mask, lengths)
-    query, dout, out = (_heads_first(x.reshape(B, T, K, N // K, H), bq) for x in (query, dout, out))
-    key, value = _heads_first(key, bk), _heads_first(value, bk)
     # The cotangent of L is 0, save when the forward pass is differentiated a second time.
-    delta = jnp.sum(dout.astype(scale.dtype) * out, axis=-1) - dlse                       # [B, K, T, G]
+    delta = jnp.sum(dout.astype(scale.dtype) * out, axis=-1)                              # [B, T, N]
+    delta = _heads_first(delta.reshape(B, T, K, N // K), bq) - dlse                       # [B, K, T, G]
+    query, dout = (_heads_first(x.reshape(B, T, K, N // K, H), bq) for x in (query, dout))
+    key, value = _heads_first(key, bk), _heads_first(value, bk)
     dot = functools.partial(jnp.einsum, preferred_element_type=scale.dtype)
 
     def step(masked, carry, block):
@@ -304,7 +313,7 @@ def _blockwise_backward(window, residuals, cotangents):
         return (dq, dk, dv), None
 
     dq, dk, dv = _visit(step, tuple(jnp.zeros(x.shape, scale.dtype) for x in (query, key, value)), whole, cut)
-    dscale = jnp.sum(dq * query)
+    dscale = jnp.sum(dq * query)   # = sum(ds * q k^T): dq is not scaled yet
     dq = _heads_last(scale * dq, T).reshape(B, T, N, H)
     dk, dv = _heads_last(scale * dk, S), _heads_last(dv, S)
     return *(x.astype(query.dtype) for x in (dq, dk, dv)), dscale, None, None
@@ -317,7 +326,7 @@ def _blocks(window, T, S, K, mask, lengths):
     """Cut T x S into blocks of at most BLOCK x BLOCK -> sizes, blocks seen whole, blocks seen in part,
     `hide`.
 
-    Lengths are divided evenly (300 is two blocks of 150), so that little is padded. The blocks to visit, two
+    T and S are divided evenly (300 is two blocks of 150), so that little is padded. The blocks to visit, two
     arrays of (query block, key block), are known from the shapes; `hide(s, i, j)` masks the scores of one.
     """
     (left, right), (bq, bk) = window, (math.ceil(n / math.ceil(n / BLOCK)) for n in (T, S))
@@ -327,7 +336,7 @@ def _blocks(window, T, S, K, mask, lengths):
     visited = (low <= right_) & (high >= -left_)
     whole = visited & (high <= right_) & (low >= -left_) & ((j + 1) * bk <= S)
     if mask is not None or lengths != (None, None):
-        whole &= False
+        whole &= False   # what they hide is not known while tracing
     whole, cut = (np.argwhere(x).astype(np.int32) for x in (whole, visited & ~whole))
     if mask is not None:
         full = [n > 1 for n in mask.shape]
@@ -456,8 +465,9 @@ def _check_lengths(name, lengths, B):
 def init_attention(key, model_dim, num_heads, num_kv_heads=None, head_dim=None, dtype=jnp.float32):
     """Weights of one attention layer: {"wq": [D, N, H], "wk": [D, K, H], "wv": [D, K, H], "wo": [N, H, D]}.
 
-    Variance 1 / fan-in (LeCun). K = N without num_kv_heads, H = D / N without head_dim. Raises ValueError if
-    num_kv_heads does not divide num_heads, or num_heads not model_dim where head_dim is not given.
+    key: a `jax.random.key`. Variance 1 / fan-in (LeCun). K = N without num_kv_heads, H = D / N without
+    head_dim. Raises ValueError if num_kv_heads does not divide num_heads, or num_heads not model_dim where
+    head_dim is not given.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
@@ -515,31 +525,38 @@ def kv_cache_bytes(batch_size, max_length, num_kv_heads, head_dim, dtype=jnp.flo
     return 2 * batch_size * max_length * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize
 
 
-def cached_attention(params, x, cache, *, seq_lengths=None, rotate=None):
+def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=None):
     """Causal self-attention of new tokens to themselves and to all before them -> ([B, T, D], new cache).
 
-    One function for prefill (T > 1), prefill in chunks and decoding (T = 1): however a sequence is cut, the
-    outputs are those of `attention` on all of it. Compiled once per shape of x, whatever the lengths are.
+    One function for prefill (the prompt at once, T > 1), prefill in chunks and decoding (T = 1): however a
+    sequence is cut, the outputs are those of `attention` on all of it. Under jit it compiles once per shape
+    of x, whatever the lengths are.
 
     Args:
       x: [B, T, D], tokens that continue each row; T is at most max_length (ValueError).
-      cache: from `init_kv_cache` or an earlier call; may be donated. Beyond its rows' lengths anything goes.
+      cache: from `init_kv_cache` or an earlier call; may be donated. Slots beyond a row's length may hold
+        anything.
+      layer: for a cache whose leaves have a leading axis of layers, which of them to use; the others are left
+        as they are. A loop over the layers can then hand on one cache, and XLA write into it in place.
       seq_lengths: int [B], how many tokens of each row count (the rest is padding on the right, whose outputs
         are 0); all T by default.
       rotate: as in `attention`; positions count from the start of the row, not of x.
 
     A row that would run past max_length keeps its cache and length and gets NaN outputs, as does one whose
-    seq_length is not in 0..T. (XLA alone would clamp the write, and silently overwrite older entries.)
+    seq_length is not in 0..T. (lax.dynamic_update_slice would clamp the write, and silently overwrite older
+    entries.)
     """
     _check_input(params, x)
-    (B, T, _), S, (_, K, H) = x.shape, cache["k"].shape[1], params["wk"].shape
-    if cache["k"].shape != (B, S, K, H):
-        raise ValueError(f"the cache must be [{B}, S, {K}, {H}], to fit x and wk: got {cache['k'].shape}")
+    at = () if layer is None else (layer,)
+    (B, T, _), (_, K, H), shape = x.shape, params["wk"].shape, cache["k"].shape[len(at):]
+    if len(shape) != 4 or shape != (B, shape[1], K, H):
+        raise ValueError(f"the cache must be [{B}, S, {K}, {H}], to fit x and wk: got {list(shape)}")
+    S = shape[1]
     if T > S:
         raise ValueError(f"x brings {T} tokens, more than the {S} that the cache can hold")
     new_tokens = _check_lengths("seq_lengths", seq_lengths, B)
     new_tokens = jnp.full(B, T, jnp.int32) if new_tokens is None else new_tokens
-    start = cache["length"]
+    start = cache["length"][at]                                                             # [B]
     fits = (0 <= new_tokens) & (new_tokens <= T) & (start + new_tokens <= S)                # [B]
     positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)                             # [B, T]
     query, key, value = _project(params, x, positions, rotate)
@@ -547,13 +564,15 @@ def cached_attention(params, x, cache, *, seq_lengths=None, rotate=None):
     slots = jnp.where(valid, positions, S)    # there is no slot S: mode="drop" drops the write
     rows = jnp.arange(B)[:, None]
     cache = {
-        "k": cache["k"].at[rows, slots].set(key.astype(cache["k"].dtype), mode="drop"),
-        "v": cache["v"].at[rows, slots].set(value.astype(cache["v"].dtype), mode="drop"),
-        "length": start + jnp.where(fits, new_tokens, 0),
+        "k": cache["k"].at[(*at, rows, slots)].set(key.astype(cache["k"].dtype), mode="drop"),
+        "v": cache["v"].at[(*at, rows, slots)].set(value.astype(cache["v"].dtype), mode="drop"),
+        "length": cache["length"].at[at].add(jnp.where(fits, new_tokens, 0)),
     }
+    key, value = (cache[name][at].astype(query.dtype) for name in ("k", "v"))               # [B, S, K, H]
     mask = valid[:, :, None] & (jnp.arange(S) <= positions[:, :, None])                     # [B, T, S]
-    out = dot_product_attention(query, cache["k"].astype(query.dtype), cache["v"].astype(query.dtype),
-                                mask=mask[:, None])
+    # A single query has a single row of scores: blocks would save nothing.
+    out = dot_product_attention(query, key, value, mask=mask[:, None],
+                                implementation="naive" if T == 1 else None)
     out = jnp.einsum("BTNH,NHD->BTD", out, params["wo"])
     return jnp.where(fits[:, None, None], out, jnp.nan), cache
 

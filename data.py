@@ -103,7 +103,7 @@ def synthetic(seed, num_train, num_test):
     """Made-up data in the structure of `load_fashion_mnist`; its "origin" says so. A pure function of `seed`.
 
     Each class has a pattern of 7 x 7 blocks; an image is its class's pattern, mixed with at most as much of
-    another's, under noise: easy to learn, but not without doubtful cases. Classes are balanced.
+    a random class's, under noise: easy to learn, but not without doubtful cases. Classes are balanced.
     """
     seed, counts = _integer("seed", seed, 0), {"train": num_train, "test": num_test}
     patterns = np.random.default_rng([seed, 0]).integers(0, 256, (10, 7, 7), np.uint16)
@@ -114,7 +114,7 @@ def synthetic(seed, num_train, num_test):
         label = rng.permutation(np.arange(count) % 10).astype(np.uint8)
         share = rng.integers(4, 9, (count, 1, 1), np.uint16)  # eighths
         image = (share * patterns[label] + (8 - share) * patterns[rng.integers(0, 10, count)]) // 8
-        image = (image + rng.integers(0, 256, image.shape, np.uint16)) // 2  # integers: alike everywhere
+        image = (image + rng.integers(0, 256, image.shape, np.uint16)) // 2  # integers: the same everywhere
         result[part] = {"image": image.astype(np.uint8), "label": label}
     return result
 
@@ -132,7 +132,8 @@ def preprocess(images):
 
 
 def batches(dataset, batch_size, *, seed=None, epoch=0, remainder="drop"):
-    """Iterator over {"image": [B, ...], "label": [B], "mask": bool [B]}, all of one shape whatever n is.
+    """Iterator over {"image": [B, ...], "label": [B], "mask": bool [B]}, all of one shape whatever the number
+    n of examples.
 
     dataset: {"image": [n, ...], "label": integers in 0..9, [n]}; dtypes are kept. Each example comes once: in
     the dataset's order, or, if `seed` is given, in one that is a pure function of (seed, epoch, n), so that a
@@ -151,7 +152,7 @@ def batches(dataset, batch_size, *, seed=None, epoch=0, remainder="drop"):
     if seed is not None:
         # Sort by random bits: NumPy keeps those for ever, but may change `permutation` in any release.
         bits = np.random.Philox([_integer("seed", seed, 0), epoch]).random_raw(count)
-        order = np.argsort(bits)  # ties among 64-bit numbers: once in ten billion epochs of Fashion-MNIST
+        order = np.argsort(bits)  # ties, whose order is open: once in ten billion epochs of Fashion-MNIST
     if remainder == "drop":
         order = order[:count - count % batch_size]
 
@@ -194,7 +195,7 @@ def to_device(iterator, sharding=None, size=2):
             leaf = np.array(leaf)  # a copy of our own, since JAX may read it later, or alias it for ever
         if sharding is None:
             return jax.device_put(leaf)
-        return jax.make_array_from_process_local_data(sharding, leaf)  # with one process, its data are all
+        return jax.make_array_from_process_local_data(sharding, leaf)  # one process: it has all
 
     def generate():
         ready = []
@@ -268,7 +269,7 @@ def _fetch(name, folders, mirrors):
         tried.append("mirrors: none to ask (download=False, or an empty list)")
     raise OSError("\n  ".join([f"no good copy of {name} found:", *tried]) + "\nWhat helps: apt install "
                   "dataset-fashion-mnist (Debian, Ubuntu); --data-dir FOLDER that has the four files; "
-                  "--dataset synthetic (made-up data)")
+                  "minijax_train.py --dataset synthetic (made-up data)")
 
 
 def _verify(name, raw):
@@ -297,7 +298,7 @@ def _read_url(url, longest):
 
     def read():
         try:
-            # Some hosts refuse urllib's own name.
+            # Some hosts refuse urllib's default User-Agent.
             request = urllib.request.Request(url, headers={"User-Agent": "minijax (dataset download)"})
             with urllib.request.urlopen(request, timeout=2 * SILENT_SECONDS) as response:
                 chunk = b"start"
@@ -334,7 +335,7 @@ def _read_url(url, longest):
 
 
 def _write_atomically(path, raw):
-    """Writes under a name of its own, then renames: no kill and no second process ever leaves half a file."""
+    """Writes under a name of its own, then renames: no kill or second process leaves half a file at `path`."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.write_bytes(raw)
