@@ -570,11 +570,29 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
     }
     key, value = (cache[name][at].astype(query.dtype) for name in ("k", "v"))               # [B, S, K, H]
     mask = valid[:, :, None] & (jnp.arange(S) <= positions[:, :, None])                     # [B, T, S]
-    # A single query has a single row of scores: blocks would save nothing.
-    out = dot_product_attention(query, key, value, mask=mask[:, None],
-                                implementation="naive" if T == 1 else None)
+    if T == 1:
+        out = _one_query(query, key, value, mask[:, 0])
+    else:
+        out = dot_product_attention(query, key, value, mask=mask[:, None])
     out = jnp.einsum("BTNH,NHD->BTD", out, params["wo"])
     return jnp.where(fits[:, None, None], out, jnp.nan), cache
+
+
+def _one_query(query, key, value, mask):
+    """Attention of one query a row: [B, 1, N, H], [B, S, K, H] twice, bool [B, S] -> [B, 1, N, H].
+
+    `_naive` for a single row of scores, as products that read keys and values where they lie: einsum would have
+    them transposed first, which costs more than the rest.
+    """
+    (B, _, N, H), K = query.shape, key.shape[2]
+    value = jnp.where(mask[:, :, None, None], value, 0)   # a masked one may be NaN, and so would be 0 times it
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)                                   # [B, K, S, H]
+    query = query.reshape(B, K, N // K, H)                                                  # [B, K, G, H]
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    scores = jnp.matmul(key, query.swapaxes(2, 3), preferred_element_type=wide)             # [B, K, S, G]
+    scores = scores.swapaxes(2, 3) / math.sqrt(H)                                           # [B, K, G, S]
+    weights = jax.nn.softmax(scores, where=mask[:, None, None]).astype(value.dtype)
+    return (weights @ value).reshape(B, 1, N, H)
 
 
 def _measure(lengths=(128, 512, 1024, 2048, 4096), budget_s=70.0):

@@ -3902,13 +3902,20 @@ def test_muon_makes_the_updates_of_matrices_orthogonal():
     plain, decayed = (jax.jit(lambda o=o: o.update(grads, o.init(params), params)[0])()
                       for o in (decoder.make_muon(lambda step: 0.1, decay) for decay in (0.0, 0.5)))
     layers = plain["layers"]
-    as_matrix = {**{name: layers["attention"][name].reshape(L, DIM, -1) for name in ("wq", "wk", "wv")},
-                 "wo": layers["attention"]["wo"].reshape(L, -1, DIM), **layers["mlp"]}
-    for name, updates in as_matrix.items():
-        for update in np.asarray(updates, np.float64):
-            rows, columns = update.shape
-            singular = np.linalg.svd(update, compute_uv=False) / max(1, columns / rows) ** 0.5
-            assert 0.05 < singular.min() and singular.max() < 0.13, (name, singular)
+
+    def matrices(tree):  # [inputs, outputs], one for each layer and name
+        heads, mlp = tree["layers"]["attention"], tree["layers"]["mlp"]
+        flat = {**{name: heads[name].reshape(L, DIM, -1) for name in ("wq", "wk", "wv")},
+                "wo": heads["wo"].reshape(L, -1, DIM), **mlp}
+        return {(name, i): stack[i] for name, stack in flat.items() for i in range(L)}
+
+    single = optax.contrib.muon(0.1)
+    want = jax.jit(lambda g: single.update(g, single.init(g), g)[0])(matrices(grads))
+    for name, update in matrices(plain).items():
+        np.testing.assert_allclose(update, want[name], rtol=1e-3, atol=1e-5, err_msg=str(name))
+        rows, columns = update.shape
+        singular = np.linalg.svd(np.asarray(update, np.float64), compute_uv=False) / max(1, columns / rows) ** 0.5
+        assert 0.05 < singular.min() and singular.max() < 0.13, (name, singular)
     for name in "embedding", "output", "final_norm":
         # Adam's first step has size 1, and looking ahead with Nesterov adds what the momentum keeps of it.
         np.testing.assert_allclose(plain[name], -0.02 * (1 + 0.9 * 0.1 / 0.19) * np.sign(grads[name]), rtol=1e-3)
