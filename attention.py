@@ -535,7 +535,7 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
     Args:
       x: [B, T, D], tokens that continue each row; T is at most max_length (ValueError).
       cache: from `init_kv_cache` or an earlier call; may be donated. Slots beyond a row's length may hold
-        anything.
+        anything (but for gradients no NaN).
       layer: for a cache whose leaves have a leading axis of layers, which of them to use; the others are left
         as they are. A loop over the layers can then hand on one cache, and XLA write into it in place.
       seq_lengths: int [B], how many tokens of each row count (the rest is padding on the right, whose outputs
