@@ -535,7 +535,7 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
     Args:
       x: [B, T, D], tokens that continue each row; T is at most max_length (ValueError).
       cache: from `init_kv_cache` or an earlier call; may be donated. Slots beyond a row's length may hold
-        anything (but for gradients no NaN).
+        anything.
       layer: for a cache whose leaves have a leading axis of layers, which of them to use; the others are left
         as they are. A loop over the layers can then hand on one cache, and XLA write into it in place.
       seq_lengths: int [B], how many tokens of each row count (the rest is padding on the right, whose outputs
@@ -585,7 +585,8 @@ def _one_query(query, key, value, mask):
     them transposed first, which costs more than the rest.
     """
     (B, _, N, H), K = query.shape, key.shape[2]
-    value = jnp.where(mask[:, :, None, None], value, 0)   # a masked one may be NaN, and so would be 0 times it
+    # What is masked may be NaN, and so would be 0 times it: of values here, of keys in the gradient.
+    key, value = (jnp.where(mask[:, :, None, None], x, 0) for x in (key, value))
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)                                   # [B, K, S, H]
     query = query.reshape(B, K, N // K, H)                                                  # [B, K, G, H]
     wide = jnp.promote_types(query.dtype, jnp.float32)

@@ -396,7 +396,7 @@ def make_muon(learning_rate, weight_decay):
 
 
 def documentation():
-    """The text to train on, uint8 [bytes]: the topics of Python's help() in alphabetical order, on lines."""
+    """The text to train on, uint8 [bytes]: Python's help() topics in alphabetical order, newlines between."""
     from pydoc_data.topics import topics
     return np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
 
@@ -412,8 +412,11 @@ def evaluation_windows(text, start, length):
     """Batches of one window, stacked [W, 1, ...], that predict every byte of text[start:] once, in order.
 
     A window slides by length / 4, and only its last quarter counts: each byte is predicted from at least the
-    3/4 length bytes before it, some of which may lie before `start` (at least length).
+    3/4 length bytes before it, some of which lie before `start`. ValueError if there is less text than a window
+    there.
     """
+    if start < length:
+        raise ValueError(f"start must be at least length {length}, got {start}")
     stride = math.ceil(length / 4)
     number = np.arange(math.ceil((len(text) - start) / stride))[:, None, None]  # [W, 1, 1]
     index = start + number * stride + np.arange(stride - length - 1, stride)  # [W, 1, length + 1]
@@ -425,7 +428,8 @@ def held_out_bits(params, windows, learning_rate=0.0):
     """Bits per byte on `evaluation_windows`, predicted one after the other and each then learned from.
 
     A compressor too learns from what it has read. Here one step of plain SGD does: dynamic evaluation (Krause
-    et al. 2018, arXiv:1709.07432). With learning rate 0 the parameters stay as they are.
+    et al. 2018, arXiv:1709.07432). With learning rate 0 the parameters stay as they are; the caller's do in any
+    case. Returns a float.
     """
     def body(params, window):
         _, metrics = loss_fn(params, window)  # first predict: the counted bytes have not been learned from

@@ -2593,6 +2593,24 @@ def test_cached_attention_on_one_layer_of_a_stacked_cache():
             attention.cached_attention(params, jnp.ones((2, 1, 8)), bad, layer=number)
 
 
+@pytest.mark.parametrize("T", [1, 3])
+def test_unused_slots_of_a_cache_stay_out_of_outputs_and_gradients(T):
+    """NaN beyond the rows' lengths changes neither what comes out nor its gradients.
+
+    Catches a weight of 0 that meets a NaN value, and a cotangent of 0 that meets a NaN key.
+    """
+    params, x = attention.init_attention(jax.random.key(0), 8, 4, 2), jax.random.normal(jax.random.key(1), (2, T, 8))
+    empty = {**attention.init_kv_cache(2, 6, 2, 2), "length": jnp.array([0, 2], jnp.int32)}
+    unused = jnp.arange(6)[None, :, None, None] >= empty["length"][:, None, None, None]
+    dirty = {**empty, **{name: jnp.where(unused, jnp.nan, empty[name]) for name in ("k", "v")}}
+
+    def loss(params, x, cache):
+        return (attention.cached_attention(params, x, cache)[0] ** 2).sum()
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), run(params, x, dirty), run(params, x, empty))
+
+
 def test_empty_inputs():
     """No queries, no keys, no batch or no width: zeros of the right shape. Catches: a maximum over nothing, and
     a division by the root of nothing."""
@@ -3856,6 +3874,9 @@ def test_evaluation_predicts_every_held_out_byte_once(size, length):
             np.testing.assert_array_equal(row[:t + 1], text[where - t - 1:where])
             assert t + 1 >= 0.75 * length - 1
     np.testing.assert_array_equal(seen, np.arange(60, 60 + size))
+    decoder.evaluation_windows(text, length, length)
+    with pytest.raises(ValueError, match=f"length {length}, got {length - 1}"):
+        decoder.evaluation_windows(text, length - 1, length)
 
 
 def test_held_out_bits():
@@ -3892,7 +3913,7 @@ def test_held_out_bits():
 
 def test_muon_makes_the_updates_of_matrices_orthogonal():
     """The first step of each layer's matrix has singular values near the learning rate (times sqrt(out / in) where
-    that is above 1), all else takes a step of AdamW at a fifth of the rate; only the matrices are decayed.
+    that is above 1), all else takes a step of Adam at a fifth of the rate; only the matrices are decayed.
 
     Catches axes that are taken for another, layers or heads mixed into one matrix, and a rate or decay that
     goes astray.
