@@ -114,13 +114,15 @@ def layer_fn(layer, x, attend):
     # B and T become one axis: the gradient of a weight sums over both, and to sum over two axes XLA transposes
     # a [B, T, F] array first, for each weight.
     h = rms_norm(x, layer["mlp_norm"]).reshape(-1, x.shape[-1])  # [B T, D]
-    h = swiglu(h @ mlp["w_gate"], h @ mlp["w_up"])  # [B T, F]
+    # One product instead of two. The layer's weights are cut out of the stack anyway; side by side costs no more.
+    h = swiglu(h @ jnp.concatenate([mlp["w_gate"], mlp["w_up"]], axis=1))  # [B T, F]
     return x + (h @ mlp["w_down"]).reshape(x.shape), more
 
 
-@jax.checkpoint  # keeps gate and up for the backward pass and makes the rest again: cheaper than to store it
-def swiglu(gate, up):
-    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202), element by element."""
+@jax.checkpoint  # keeps x for the backward pass and makes the rest again: cheaper than to store it
+def swiglu(x):
+    """silu(gate) * up, [.., F], of x = gate and up side by side, [.., 2 F] (Shazeer 2020, arXiv:2002.05202)."""
+    gate, up = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
@@ -191,11 +193,11 @@ def loss_fn(params, batch, **options):
     counted = mask[:, ::-1].cumsum(axis=1)[:, ::-1] > 0  # [B, T], True up to the last True of a row
     inputs, targets = jnp.where(counted, tokens[:, :-1], 0), jnp.where(mask, tokens[:, 1:], 0)
     logits = decoder(params, inputs, **options)  # [B, T, V]
-    targets = check_tokens(params, targets)[..., None]  # [B, T, 1]
-    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1, mode="fill",
-                                    fill_value=jnp.nan)  # [B, T, 1]
+    targets, V = check_tokens(params, targets), logits.shape[-1]
+    losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(targets, V, dtype=logits.dtype))  # [B, T]
+    losses = jnp.where(targets < V, losses, jnp.nan)
     count = mask.sum()
-    loss = -jnp.where(mask, log_probs[..., 0], 0).sum() / jnp.maximum(count, 1)
+    loss = jnp.where(mask, losses, 0).sum() / jnp.maximum(count, 1)
     return loss, {"loss": loss, "tokens": count}
 
 
