@@ -97,8 +97,8 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
 
     # Rows and keys that take part in nothing are zeroed here, once for every implementation: 0 * NaN is NaN,
     # so a weight of zero, or a zero cotangent, would not keep their content out.
-    everything = mask is None and lengths == (None, None) and left is None
-    if not everything:
+    all_take_part = mask is None and lengths == (None, None) and left is None
+    if not all_take_part:
         visible = _visible(jnp.arange(T), jnp.arange(S), window, mask, lengths)   # [B, N, T, S] (B, N or 1)
         alive = visible.any(axis=3).swapaxes(1, 2)[..., None]   # [B, T, N, 1]
         seen = _by_group(visible, K).any(axis=(2, 3))           # [B, K, S]
@@ -124,7 +124,7 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
             out = jax.lax.platform_dependent(*arrays, cuda=functools.partial(run, "cudnn"), default=other)
         else:
             out = other(*arrays)
-    if not everything:
+    if not all_take_part:
         out = jnp.where(alive, out, 0)
     return out.reshape(output_shape)
 

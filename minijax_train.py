@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Training in JAX from first principles: an MLP on Fashion-MNIST, with nothing but pytrees and jax.jit.
+"""Training in JAX from first principles: an MLP on Fashion-MNIST, with pytrees, jax.jit and optax.
 
     python minijax_train.py              train, evaluate, print the confusion matrix
-    python minijax_train.py --habits     measure what each habit of the loop buys on this machine
+    python minijax_train.py --habits     measure how much each of the loop's habits gains on this machine
     python minijax_train.py --help       everything else
 
 Read it from the top: the model, the loss, the optimizer, the train step (a pure function), the loop in its
@@ -11,7 +11,6 @@ the habits of the loop buy. The step, the loops and the checkpoints work for any
 pytree; the loss and the evaluation are this MLP's. Only `run` imports a sibling file, data.py.
 """
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -32,7 +31,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 # ---------------------------------------------------------------- model and loss
 #
-# A batch is {"image": float [B, I], "label": integer [B], "mask": bool [B]}, mask False on padding rows.
+# A batch is {"image": float [B, I], "label": integer [B], "mask": bool [B]}, mask False on padding rows. B counts
+# its rows, I and O a layer's inputs and outputs, C the classes, K the steps of one call.
 
 
 def init_mlp(key, layer_sizes):
@@ -72,7 +72,7 @@ def masked_losses(params, batch, label_smoothing=0.0):
     classes = logits.shape[1]
     targets = optax.smooth_labels(jax.nn.one_hot(labels, classes, dtype=jnp.float32), label_smoothing)  # [B, C]
     losses = optax.softmax_cross_entropy(logits, targets)  # [B]
-    # Compiled code cannot raise on a label that is no class, so let NaN tell.
+    # Compiled code cannot raise an exception, so a label that is no class makes the loss NaN.
     losses = jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
     return jnp.where(mask, losses, 0), logits
 
@@ -80,8 +80,9 @@ def masked_losses(params, batch, label_smoothing=0.0):
 def loss_fn(params, batch, label_smoothing=0.0):
     """Mean cross-entropy in nats over the real examples of a batch, and metrics {"loss", "accuracy"}.
 
-    Rows where `mask` is False count for nothing, whatever they hold; if all are, loss and gradients are 0. A
-    label outside 0..C-1 makes the loss NaN. ValueError for labels or a mask of another shape or dtype.
+    Rows where `mask` is False count for nothing, whatever they hold; without any other, loss and gradients are 0.
+    A label outside 0..C-1 makes the loss NaN, and adds nothing to the gradients. ValueError for labels or a mask of
+    another shape or dtype.
     label_smoothing spreads that share of the target evenly over all C classes (Szegedy et al. 2016,
     arXiv:1512.00567, section 7).
     """
@@ -98,27 +99,25 @@ def loss_fn(params, batch, label_smoothing=0.0):
 def make_optimizer(learning_rate, weight_decay, b1=0.9, b2=0.999, eps=1e-8):
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decay on weight matrices only.
 
-    learning_rate: a number or an optax schedule. A leaf named b, bias, scale or norm (or ..._norm and so on)
-    is not decayed; a leaf without a name is. Names decide, not ndim: the norm scales of stacked layers have
-    two axes too.
+    learning_rate: a number or an optax schedule. A leaf whose name is, or ends in _ and, b, bias, scale or norm is
+    not decayed; every other leaf is. Names decide, not ndim: the norm scales of stacked layers have two axes too.
     """
     def is_decayed(path, _):
         name = jax.tree_util.keystr(path[-1:], simple=True)
         return name.split("_")[-1] not in ("b", "bias", "scale", "norm")
 
-    def mask(params):  # optax wants a tree of booleans like the parameters
-        return jax.tree.map_with_path(is_decayed, params)
-
-    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
+    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay,
+                       mask=lambda params: jax.tree.map_with_path(is_decayed, params))  # a tree like the parameters
 
 
 def make_train_step(loss_fn, optimizer):
     """The train step, a pure function: (params, opt_state, batch) -> (params, opt_state, metrics).
 
-    loss_fn: any (params, batch) -> (scalar, metrics), the one above is an example. optimizer: any
+    loss_fn: any function (params, batch) -> (scalar, metrics); the one above is an example. optimizer: any
     optax.GradientTransformation.
+
     Compile it with `jax.jit(train_step, donate_argnums=(0, 1))`: the new parameters and optimizer state then
-    take the memory of the old, and the old ones must not be used again.
+    reuse the memory of the old ones, which must not be read again.
     """
     def train_step(params, opt_state, batch):
         (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)  # grads: the tree of params
@@ -180,10 +179,11 @@ def interval_loop(train_steps, state, intervals, report, save=None):
     train_steps: compiled, may donate its first two arguments. state: {"params", "opt_state", "step": int}.
     intervals: batches with a leading axis of steps. report(step, metrics, seconds) is given the number of an
     interval's last step, its metrics as host arrays [K], and the time since the interval before. save(state),
-    where given, is called after every interval; it must wait for the state, so the overlap is lost.
+    where given, is called after every interval; it must wait for the state, so the overlap is lost. The metrics must
+    hold "loss" [K].
     FloatingPointError, before either is called, if metrics["loss"] is not finite at some step.
     """
-    started, pending = time.perf_counter(), None
+    started, pending = time.perf_counter(), []
 
     def read_and_report(step, metrics):
         nonlocal started
@@ -199,15 +199,13 @@ def interval_loop(train_steps, state, intervals, report, save=None):
         params, opt_state, metrics = train_steps(state["params"], state["opt_state"], batches)
         step = state["step"] + len(metrics["loss"])
         state = {**state, "params": params, "opt_state": opt_state, "step": step}
-        if pending:  # the previous interval: read only now, when the device already has its next work
-            read_and_report(*pending)
-        pending = step, metrics
+        pending.append((step, metrics))
+        if save or len(pending) > 1:  # an interval is read only when the device already has its next work
+            read_and_report(*pending.pop(0))
         if save:
-            read_and_report(*pending)
-            pending = None
             save(state)
-    if pending:
-        read_and_report(*pending)
+    for last in pending:
+        read_and_report(*last)
     return state
 
 
@@ -217,8 +215,8 @@ def interval_loop(train_steps, state, intervals, report, save=None):
 def confusion_matrix(labels, predictions, num_classes, mask=None):
     """Counts int32 [C, C]: row = true class, column = prediction. Pure, may be jitted.
 
-    labels, predictions: integer [B]. mask: bool [B], where False a pair is not counted; nor is one in which
-    either number lies outside 0..num_classes - 1.
+    labels, predictions: integer [B]. mask: bool [B]. A pair is not counted where mask is False, or if one of its
+    numbers lies outside 0..num_classes - 1.
     """
     labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
     mask = jnp.ones(labels.shape, bool) if mask is None else jnp.asarray(mask)
@@ -228,6 +226,8 @@ def confusion_matrix(labels, predictions, num_classes, mask=None):
     for name, array in ("labels", labels), ("predictions", predictions):
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{name} must be integers, got {array.dtype}")
+    if mask.dtype != bool:
+        raise ValueError(f"mask must be bool, got {mask.dtype}")
     pairs = jnp.stack([labels.astype(jnp.int32), predictions.astype(jnp.int32)])  # [2, B]; uint8 would overflow
     pairs = jnp.where(mask & (pairs >= 0).all(axis=0), pairs, num_classes)  # -1 would count from the end
     return jnp.zeros((num_classes, num_classes), jnp.int32).at[tuple(pairs)].add(1, mode="drop")  # [C, C]
@@ -235,7 +235,7 @@ def confusion_matrix(labels, predictions, num_classes, mask=None):
 
 @jax.jit
 def evaluate_batch(params, batch):
-    """(sum of losses, confusion matrix) of one batch: sums, because they add up exactly over ragged batches."""
+    """(sum of losses, confusion matrix) of one batch. Sums, since means over batches of different sizes do not add."""
     losses, logits = masked_losses(params, batch)
     confusion = confusion_matrix(batch["label"], logits.argmax(axis=1), logits.shape[1], batch["mask"])
     return losses.sum(), confusion
@@ -244,11 +244,11 @@ def evaluate_batch(params, batch):
 def evaluate(params, batches):
     """{"loss": float, "accuracy": float, "confusion": int64 [C, C]} over all real examples of `batches`.
 
-    The result does not depend on how the examples are cut into batches.
+    However the examples are cut into batches, the counts are the same, and the loss is but for float32 rounding.
     ValueError if there is no real example at all.
     """
     loss, confusion, pending = 0.0, 0, None
-    for batch in itertools.chain(batches, [None]):  # reads one batch behind, like the training loop
+    for batch in itertools.chain(batches, [None]):  # reads one batch behind: the device has its next work by then
         following = evaluate_batch(params, batch) if batch is not None else None
         if pending is not None:
             batch_loss, batch_confusion = jax.device_get(pending)
@@ -274,7 +274,7 @@ def save_checkpoint(path, tree):
     arrays, leaves = {}, []
     for number, (leaf_path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
         name, array = leaf_to_array(leaf)
-        arrays[str(number)] = array  # npz keeps bfloat16 as two nameless bytes; `leaves` knows what they were
+        arrays[str(number)] = array
         leaves.append([jax.tree_util.keystr(leaf_path), name])
     temporary = Path(f"{path}.tmp")
     try:
@@ -294,12 +294,12 @@ def leaf_to_array(leaf):
     array = np.asarray(leaf)
     if array.dtype.hasobject:  # npz would pickle it
         raise ValueError(f"checkpoint leaves must be arrays or numbers, got {type(leaf).__name__}")
-    return array.dtype.name, array.astype(array.dtype.newbyteorder("="), copy=False)
+    return array.dtype.name, array.astype(array.dtype.newbyteorder("="), copy=False)  # JAX reads native bytes only
 
 
 def read_archive(path):
     """{path in the tree: (dtype name, array)} of a checkpoint file, every checksum compared."""
-    with open(path, "rb") as file:  # an OSError here is the disk's, from here on the archive's
+    with open(path, "rb") as file:  # an OSError here is the disk's; every later error means damage
         try:
             with zipfile.ZipFile(file) as archive:
                 if damaged := archive.testzip():
@@ -323,7 +323,7 @@ def load_checkpoint(path, like):
     saved = read_archive(path)
     wanted = {jax.tree_util.keystr(leaf_path): leaf for leaf_path, leaf in jax.tree.leaves_with_path(like)}
     result = []
-    for leaf_path in {**wanted, **saved}:
+    for leaf_path in wanted | saved:
         if leaf_path not in saved or leaf_path not in wanted:
             where = "only in the checkpoint" if leaf_path in saved else "missing from the checkpoint"
             raise ValueError(f"{path} does not fit: {leaf_path} is {where}")
@@ -392,7 +392,7 @@ def checkpointing(directory, settings, state, resume, interrupted):
         if jax.process_index() == 0:
             save_checkpoint(path, {**host, "step": np.asarray(state["step"]), "settings": settings})
             paths = list_checkpoints(directory)
-            for old in paths[:max(0, paths.index(path) - 2)]:
+            for old in paths[:max(0, paths.index(path) - 2)]:  # counted from this one: newer ones are damaged
                 old.unlink()
         if stop:
             raise KeyboardInterrupt(path)  # `command_line` tells the user
@@ -407,6 +407,8 @@ def run(args):
     """Trains and evaluates as `args` say; returns {"accuracy", "loss", "confusion"} of the test set."""
     import data  # here and nowhere else, so that this file works alone
 
+    if args.habits and (args.checkpoint_dir or args.distributed):
+        raise ValueError("--habits trains nothing: it goes with neither --checkpoint-dir nor --distributed")
     if args.distributed:
         join_processes()
     devices = find_devices()
@@ -430,7 +432,7 @@ def run(args):
     mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
     replicated, by_row, by_step_and_row = (
         NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",), (None, "batch")))
-    # Of several processes, process p loads the p-th share of each batch; JAX joins the shares to one array.
+    # Of several processes, process p keeps the p-th share of each batch; JAX joins the shares to one array.
     share = args.batch_size // jax.process_count()
     rows = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
@@ -443,12 +445,12 @@ def run(args):
     rates = np.asarray(jax.jit(schedule)(np.arange(total)))  # for the log
     optimizer = make_optimizer(schedule, args.weight_decay, b2=0.95)
 
-    def training_loss(params, batch):  # uint8 travels to the device, a quarter of the bytes
+    def training_loss(params, batch):  # uint8 travels to the device, a quarter of the bytes; evaluation smooths nothing
         return loss_fn(params, {**batch, "image": data.preprocess(batch["image"])}, label_smoothing=0.1)
 
     train_steps = jax.jit(make_train_steps(make_train_step(training_loss, optimizer)), donate_argnums=(0, 1))
 
-    @functools.partial(jax.jit, out_shardings=replicated)
+    @jax.jit(out_shardings=replicated)  # a counter of the optimizer left on one device would compile the step twice
     def init():
         params = init_mlp(jax.random.key(args.seed), [784, *args.hidden, 10])
         return {"params": params, "opt_state": optimizer.init(params)}
@@ -465,13 +467,15 @@ def run(args):
     padded = my_rows(data.batches(dataset["test"], args.batch_size, remainder="pad"))
     images = ({**batch, "image": data.preprocess(batch["image"])} for batch in padded)
     test = list(data.to_device(images, by_row))  # stays on the device
-    first = state["step"]
+    compiled = set()  # the lengths of intervals that are
 
     def report(step, metrics, seconds):
-        speed = len(metrics["loss"]) * args.batch_size / seconds
+        steps = len(metrics["loss"])
         say(f"epoch {(step - 1) // steps_per_epoch + 1:3}  step {step:6}  loss {metrics['loss'].mean():.4f}  "
-            f"accuracy {metrics['accuracy'].mean():.4f}  learning rate {rates[step - 1]:.2e}  {speed:9,.0f} examples/s"
-            + (" (with compilation)" if step == first + len(metrics["loss"]) else ""), flush=True)
+            f"accuracy {metrics['accuracy'].mean():.4f}  learning rate {rates[step - 1]:.2e}  "
+            f"{steps * args.batch_size / seconds:9,.0f} examples/s{'' if steps in compiled else ' (with compilation)'}",
+            flush=True)
+        compiled.add(steps)
         if interrupted and not save:
             raise KeyboardInterrupt
 
@@ -542,8 +546,8 @@ def command_line(parser, run, argv):
     except (ValueError, OSError, FloatingPointError, MemoryError, jax.errors.JaxRuntimeError) as error:
         sys.exit(f"{parser.prog}: {str(error) or type(error).__name__}")
     except KeyboardInterrupt as interrupt:
-        saved = "go on from the last checkpoint, if there is one, with the same command and --resume"
-        print(f"interrupted{f', saved {interrupt}' if str(interrupt) else ''}: {saved}", file=sys.stderr)
+        saved = f"saved {interrupt}, the same command with --resume goes on from there"
+        print(f"interrupted: {saved if str(interrupt) else 'nothing was saved'}", file=sys.stderr)
         sys.exit(130)
     finally:
         if signal.getsignal(signal.SIGINT) is not handler:
@@ -578,11 +582,11 @@ def main(argv=None):
         help="AdamW's decay of weight matrices, times the learning rate")
     add("--hidden", type=count, nargs="+", default=[512, 512], metavar="W", help="widths of the hidden layers")
     add("--seed", type=number(int, 0, 2**32 - 1), default=0,
-        help="of the initial parameters and the order of the images")
+        help="of the initial parameters, the order of the images and --dataset synthetic")
     add("--log-every", type=count, default=39, metavar="STEPS",
         help="steps per interval: per line, compiled call and checkpoint")
-    add("--data-dir", metavar="DIR", help="folder with the four files, which must exist; without it the user's "
-        "cache folder, Debian's package, then a download")
+    add("--data-dir", metavar="DIR", help="folder with the four files, which must exist; without it $MINIJAX_DATA "
+        "or the user's cache folder, Debian's package, then a download")
     add("--dataset", choices=["fashion_mnist", "synthetic"], default="fashion_mnist",
         help="synthetic: made-up images, nothing to fetch")
     add("--checkpoint-dir", metavar="DIR", help="save the state here after every interval; the newest three are kept")
@@ -594,13 +598,14 @@ def main(argv=None):
 
 
 def confusion_table(confusion, names):
-    """The matrix as text, rows = true classes, and the three most frequent confusions in words."""
+    """The matrix as text, rows = true classes, and the three (or fewer) most frequent confusions in words."""
     lines = ["\nrows: true class, columns: predicted", " " * 12 + "".join(f"{name[:7]:>8}" for name in names)]
     lines += [f"{name:<12}" + "".join(f"{count:8}" for count in row) for name, row in zip(names, confusion)]
     wrong = np.where(np.eye(len(names), dtype=bool), 0, confusion)
     for index in np.argsort(-wrong, axis=None, kind="stable")[:3]:
         true, predicted = np.unravel_index(index, wrong.shape)
-        lines.append(f"{wrong[true, predicted]:4} x {names[true]} taken for {names[predicted]}")
+        if count := wrong[true, predicted]:
+            lines.append(f"{count:4} x {names[true]} taken for {names[predicted]}")
     return "\n".join(lines)
 
 
@@ -657,10 +662,10 @@ def measure_habits(train, preprocess, batches, stack, to_device, *, batch_size, 
 
     train: {"image": uint8 [n, 28, 28], "label"}; preprocess, batches, stack, to_device: those of data.py. Returns
     (seconds, facts): seconds per step (medians of `rounds` passes after a warm-up, taken in turn) by loop, and
-    a dict of everything else that the table of `habits_table` tells.
+    a dict of the other figures that `habits_table` prints.
 
-    The loops form a ladder, each with one habit more than the one before. A pass is up to six intervals of
-    real batches, the host's work included.
+    The first five loops form a ladder, each with one habit more than the one before; the last two are bounds. A
+    pass is up to six intervals of real batches, the host's work included.
     """
     available = len(train["label"]) // batch_size
     log_every = min(log_every, available)
@@ -734,16 +739,14 @@ def measure_habits(train, preprocess, batches, stack, to_device, *, batch_size, 
         step, state = jax.jit(make_train_step(float_loss, optimizer)), init()  # a new function: compiled anew
         start = time.perf_counter()
         for batch in (first, last):
-            params, opt_state, _ = step(*state, batch)
-            state = params, opt_state
+            *state, _ = step(*state, batch)
         jax.block_until_ready(state)
         facts[f"{name} seconds"], facts[f"{name} compilations"] = time.perf_counter() - start, len(traced)
     # How long does a step take? Stopping the clock when the call returns tells when the work was queued.
     state = jax.block_until_ready(init())
     start = time.perf_counter()
     for _ in range(steps):
-        params, opt_state, _ = floats_step(*state, first)
-        state = params, opt_state
+        *state, _ = floats_step(*state, first)
     facts["dispatch seconds"] = (time.perf_counter() - start) / steps
     jax.block_until_ready(state)
     facts["true seconds"] = (time.perf_counter() - start) / steps
@@ -758,9 +761,9 @@ HABITS = [  # (name, loop without it, loop with it, why)
     ("donate params and opt_state", "bytes to the device", "donates",
      "the step needs {kept bytes:,} -> {donated bytes:,} bytes: new values take the old ones' place"),
     ("one call an interval (lax.scan)", "donates", "one call per interval",
-     "the host queues one call, and the next interval before it reads this one"),
+     "the host queues one call, places the next batches, and reads an interval when the next one runs"),
     ("all four", "reads every step", "one call per interval", "the product of the gains above"),
-    ("the last three", "reads every interval", "one call per interval", "train_steps against the tutorial's loop"),
+    ("the last three", "reads every interval", "one call per interval", "one call an interval against plain_loop"),
 ]
 
 
@@ -772,14 +775,15 @@ def habits_table(seconds, facts, batch_size):
         lines.append(f"{name:<34}{batch_size / a:11,.0f}{batch_size / b:11,.0f}{a / b:7.3f}   {why.format(**facts)}")
     lines.append(f"{'fixed shapes':<34}{facts['ragged seconds']:10.2f}s{facts['fixed seconds']:10.2f}s"
                  f"{facts['ragged seconds'] / facts['fixed seconds']:7.3f}   two first steps: a ragged second batch "
-                 f"makes {facts['ragged compilations']} compilations of {facts['fixed compilations']}")
+                 f"means {facts['ragged compilations']} compilations instead of {facts['fixed compilations']}")
     lines.append(f"{'block_until_ready before the clock':<34}{facts['dispatch seconds'] * 1e3:9.3f}ms"
                  f"{facts['true seconds'] * 1e3:9.3f}ms{facts['true seconds'] / facts['dispatch seconds']:7.3f}   "
                  "time of a step, measured without and with it: a call returns when its work is queued")
     floor = seconds["matrix products alone"]
-    return "\n".join([*lines, f"A step of the last loop takes {seconds['one call per interval'] / floor:.3f} times its matrix "
-                      f"products alone ({floor * 1e3:.3f} ms), and {seconds['the same, batches already there'] / floor:.3f} "
-                      "times without the host's work."])
+    lines.append(f"With one call an interval a step takes {seconds['one call per interval'] / floor:.3f} times its "
+                 f"matrix products alone ({floor * 1e3:.3f} ms), and "
+                 f"{seconds['the same, batches already there'] / floor:.3f} times without the host's work.")
+    return "\n".join(lines)
 
 
 def plot_habits(plt, seconds, batch_size, path):
@@ -794,8 +798,6 @@ def plot_habits(plt, seconds, batch_size, path):
 
 def run_habits(args, data, train, plt):
     """What --habits does: measures, prints the table and returns what it was made of."""
-    if args.checkpoint_dir or args.distributed:
-        raise ValueError("--habits trains nothing: it goes with neither --checkpoint-dir nor --distributed")
     seconds, facts = measure_habits(train, data.preprocess, data.batches, data.stack, data.to_device,
                                     batch_size=args.batch_size, log_every=args.log_every, hidden=args.hidden)
     print(f"layers {[784, *args.hidden, 10]}, batch {args.batch_size}, intervals of {args.log_every} steps")

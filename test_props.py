@@ -1299,6 +1299,7 @@ LAYER = [{"w": jnp.ones((4, 2)), "b": jnp.ones(2)}]
     (lambda: train.confusion_matrix(np.zeros(3), np.zeros(3, int), 2), "labels must be integers, got float32"),
     (lambda: train.confusion_matrix(np.zeros(3, int), np.zeros(3), 2), "predictions must be integers"),
     (lambda: train.confusion_matrix(np.zeros(3, int), np.zeros(3, int), 2, np.ones(2, bool)), r"\[2\]"),
+    (lambda: train.confusion_matrix(np.zeros(3, int), np.zeros(3, int), 2, np.ones(3, int)), "mask must be bool, got int"),
     (lambda: train.evaluate(train.init_mlp(jax.random.key(0), (2, 3)), []), "no real example"),
 ])
 def test_wrong_arguments_are_named(call, words):
@@ -1674,6 +1675,8 @@ def test_main_trains_evaluates_and_prints(capsys):
     assert result["accuracy"] > 0.8 and lines[-1] == f"test accuracy {result['accuracy']:.4f}"
     assert sum("examples/s" in line for line in lines) == 5 * 3 and sum("test loss" in line for line in lines) == 5
     assert any("step     39" in line and "epoch   1" in line for line in lines)
+    slow = ["with compilation" in line for line in lines if "examples/s" in line]
+    assert slow == [True, False, True] + 12 * [False]  # the shorter last interval of an epoch is compiled as well
     assert all(name[:7] in out for name in data.CLASS_NAMES) and "rows: true class" in out
 
 
@@ -1707,7 +1710,8 @@ def test_resumed_run_equals_the_unbroken_one(stop, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(train, "save_checkpoint", save_then_interrupt)
     with pytest.raises(SystemExit) as exit_:
         train.main([*flags, str(tmp_path / "broken")])
-    assert exit_.value.code == 130 and "--resume" in capsys.readouterr().err
+    assert exit_.value.code == 130
+    assert f"interrupted: saved {saves[-1]}, the same command with --resume" in capsys.readouterr().err
     assert len(saves) == stop + 1  # the interval in which Ctrl-C came was finished and saved
     again = train.main([*flags, str(tmp_path / "broken"), "--resume"])
     assert f"going on from step {5 * (stop + 1)}" in capsys.readouterr().out
@@ -1737,7 +1741,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     (["--learning-rate", "nan"], "argument --learning-rate: expected float of at least 0, got 'nan'"),
     (["--seed", "4294967296"], "--seed"), (["--hidden", "2000000000"], "minijax_train.py: "),
     ([*TINY, "--plot", "/nowhere/x.png"], "--plot"),
-    ([*TINY, "--habits", "--checkpoint-dir", "x"], "--habits"),
+    ([*TINY, "--habits", "--checkpoint-dir", "x"], "--habits"), ([*TINY, "--habits", "--distributed"], "--habits"),
     ([*TINY, "--batch-size", "10000", "--epochs", "1", "--learning-rate", "1e38"], "the test loss is nan"),
     (["--learning-rate", "inf"], "argument --learning-rate"), (["--hidden"], "argument --hidden"),
     (["--epochs", "x"], "argument --epochs"), (["--dataset", "mnist"], "argument --dataset"),
@@ -1941,11 +1945,14 @@ CONFUSION = np.array([[50, 7, 0], [1, 40, 2], [0, 9, 30]])
 
 
 def test_confusion_table_names_the_worst_confusions():
-    """Rows are true classes; the three largest off the diagonal come first, as "true taken for predicted"."""
+    """Rows are true classes; the three largest off the diagonal come first, as "true taken for predicted", and none
+    is made up where fewer were confused."""
     lines = train.confusion_table(CONFUSION, ["ant", "bee", "cat"]).splitlines()
     assert [line.split() for line in lines[3:6]] == ["ant 50 7 0".split(), "bee 1 40 2".split(), "cat 0 9 30".split()]
     worst = ["9 x cat taken for bee", "7 x ant taken for bee", "2 x bee taken for cat"]
     assert [line.strip() for line in lines[6:]] == worst
+    lines = train.confusion_table(np.array([[5, 1], [0, 4]]), ["ant", "bee"]).splitlines()
+    assert [line.strip() for line in lines[5:]] == ["1 x ant taken for bee"]
 
 
 def test_plot_shows_the_matrix_as_printed():
@@ -2005,7 +2012,7 @@ def test_ctrl_c_without_a_checkpoint_folder_ends_after_the_interval(monkeypatch,
     with pytest.raises(SystemExit) as exit_:
         train.main(TINY)
     out, err = capsys.readouterr()
-    assert exit_.value.code == 130 and out.count("examples/s") == 1 and "interrupted" in err
+    assert exit_.value.code == 130 and out.count("examples/s") == 1 and err.endswith("interrupted: nothing was saved\n")
 
 
 @pytest.mark.parametrize("variable, value", [("JAX_COORDINATOR_ADDRESS", "localhost"), ("JAX_NUM_PROCESSES", "two"),
@@ -2262,7 +2269,8 @@ CASES = {
         2, 9, 10, 2, 1, 4, dynamic=("query_seq_lengths", "key_value_seq_lengths"), local_window_size=(2, 1)
     ),
     "window on both sides": case(1, 14, 14, 2, 2, 4, local_window_size=2),
-    "window to the left, T > S": case(1, 14, 6, 2, 1, 4, local_window_size=(3, 0)),
+    "window that hides a corner of its first block, T > S": case(1, 14, 6, 2, 1, 4, local_window_size=(2, 2)),
+    "window that hides the other corner": case(1, 12, 12, 2, 1, 4, local_window_size=(3, 2)),
     "window to the right only": case(1, 12, 12, 2, 2, 4, local_window_size=(-1, 3)),
     "causal cuts the window": case(1, 12, 12, 4, 2, 4, is_causal=True, local_window_size=(5, 3)),
     "mask per head": case(2, 6, 7, 4, 2, 4, mask=(1, 4, 6, 7)),
