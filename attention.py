@@ -90,7 +90,7 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     if right is not None and 0 < T + right < S:   # keys that even the last query does not see
         S = T + right
         key, value = key[:, :S], value[:, :S]
-        bias, mask = (x if x is None or x.shape[3] == 1 else x[..., :S] for x in (bias, mask))
+        bias, mask = (x if x is None else x[..., :S] for x in (bias, mask))
     if bias is not None:
         finite = bias != -jnp.inf
         bias, mask = jnp.where(finite, bias, 0), finite if mask is None else mask & finite
@@ -467,7 +467,7 @@ def init_attention(key, model_dim, num_heads, num_kv_heads=None, head_dim=None, 
 
     key: a `jax.random.key`. Variance 1 / fan-in (LeCun). K = N without num_kv_heads, H = D / N without
     head_dim. Raises ValueError if num_kv_heads does not divide num_heads, or num_heads not model_dim where
-    head_dim is not given.
+    head_dim is not given, or if a size is less than 1.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
@@ -475,6 +475,8 @@ def init_attention(key, model_dim, num_heads, num_kv_heads=None, head_dim=None, 
     if head_dim is None and model_dim % num_heads:
         raise ValueError(f"model_dim must be a multiple of num_heads: got {model_dim}, {num_heads}")
     head_dim = model_dim // num_heads if head_dim is None else head_dim
+    if model_dim < 1 or head_dim < 1:
+        raise ValueError(f"model_dim and head_dim must be positive: got {model_dim} and {head_dim}")
     to_heads = jax.nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
     from_heads = jax.nn.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
     q, k, v, o = jax.random.split(key, 4)
@@ -490,7 +492,7 @@ def attention(params, x, *, is_causal=True, key_value_seq_lengths=None, rotate=N
     """Self-attention over x [B, T, D] -> [B, T, D]; MHA, GQA or MQA, as the shapes of the weights have it.
 
     `rotate(x [B, T, n, H], positions int32 [B, T]) -> x` is applied to queries and keys (rotary embeddings).
-    The other arguments are those of `dot_product_attention`.
+    The other arguments are those of `dot_product_attention`; is_causal is True by default here.
     """
     _check_input(params, x)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
@@ -501,6 +503,9 @@ def attention(params, x, *, is_causal=True, key_value_seq_lengths=None, rotate=N
 
 
 def _check_input(params, x):
+    N, K = params["wq"].shape[1], params["wk"].shape[1]
+    if N % K:
+        raise ValueError(f"query heads must be a multiple of key/value heads: got {N} and {K}")
     if x.ndim != 3 or x.shape[-1] != params["wq"].shape[0]:
         raise ValueError(f"x must be [B, T, {params['wq'].shape[0]}] to fit the weights: got {x.shape}")
 
@@ -508,7 +513,7 @@ def _check_input(params, x):
 def _project(params, x, positions, rotate):
     N, K = params["wq"].shape[1], params["wk"].shape[1]
     weights = [params["wq"], params["wk"], params["wv"]]
-    if x.shape[1] > 1:   # one product is faster than three; for a single token, to copy the weights costs more
+    if x.shape[1] > 1:   # one product is faster than three; for a single token, copying the weights costs more
         weights = [jnp.concatenate(weights, axis=1)]                                        # [D, N + 2 K, H]
     heads = jnp.concatenate([jnp.einsum("BTD,DnH->BTnH", x, w) for w in weights], axis=2)   # [B, T, N + 2 K, H]
     query, key, value = jnp.split(heads, [N, N + K], axis=2)
@@ -519,6 +524,7 @@ def _project(params, x, positions, rotate):
 
 def init_kv_cache(batch_size, max_length, num_kv_heads, head_dim, dtype=jnp.float32):
     """An empty cache {"k": [B, S, K, H], "v": [B, S, K, H], "length": int32 [B]} of zeros, S = max_length."""
+    # Two arrays, since one buffer cannot be donated twice.
     k, v = (jnp.zeros((batch_size, max_length, num_kv_heads, head_dim), dtype) for _ in range(2))
     return {"k": k, "v": v, "length": jnp.zeros(batch_size, jnp.int32)}
 
@@ -532,11 +538,11 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
     """Causal self-attention of new tokens to themselves and to all before them -> ([B, T, D], new cache).
 
     One function for prefill (the prompt at once, T > 1), prefill in chunks and decoding (T = 1): however a
-    sequence is cut, the outputs are those of `attention` on all of it. Under jit it compiles once per shape
-    of x, whatever the lengths are.
+    sequence is cut, the outputs are those of `attention` on all of it (up to rounding, also to the cache's
+    dtype). Under jit it compiles once per shape of x and cache, whatever the lengths are.
 
     Args:
-      x: [B, T, D], tokens that continue each row; T is at most max_length (ValueError).
+      x: [B, T, D], tokens that continue each row. ValueError if T exceeds S, the slots of the cache.
       cache: from `init_kv_cache` or an earlier call; may be donated. Slots beyond a row's length may hold
         anything.
       layer: for a cache whose leaves have a leading axis of layers, which of them to use; the others are left
@@ -545,14 +551,14 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
         are 0); all T by default.
       rotate: as in `attention`; positions count from the start of the row, not of x.
 
-    A row that would run past max_length keeps its cache and length and gets NaN outputs, as does one whose
-    seq_length is not in 0..T. (lax.dynamic_update_slice would clamp the write, and silently overwrite older
+    A row that would run past the last slot keeps its cache and length and gets NaN outputs, as does one whose
+    entry in seq_lengths is not in 0..T. (lax.dynamic_update_slice would clamp the write, and silently overwrite older
     entries.)
     """
     _check_input(params, x)
     at = () if layer is None else (layer,)
     (B, T, _), (_, K, H), shape = x.shape, params["wk"].shape, cache["k"].shape[len(at):]
-    if len(shape) != 4 or shape != (B, shape[1], K, H):
+    if shape[:1] + shape[2:] != (B, K, H):
         raise ValueError(f"the cache must be [{B}, S, {K}, {H}], to fit x and wk: got {list(shape)}")
     S = shape[1]
     if T > S:
@@ -584,13 +590,12 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
 def _one_query(query, key, value, mask):
     """Attention of one query a row: [B, 1, N, H], [B, S, K, H] twice, bool [B, S] -> [B, 1, N, H].
 
-    `_naive` for a single row of scores, as products that read keys and values where they lie: einsum would have
-    them transposed first, which costs more than the rest.
+    `_naive` for a single row of scores. The products are so written that XLA reads keys and values in the layout of
+    the cache (the swapaxes move nothing); an einsum would copy both first, which costs more than the rest.
     """
     (B, _, N, H), (_, S, K, _) = query.shape, key.shape
-    # What is masked may be NaN, and so would be 0 times it: of values here, of keys in the gradient.
-    key, value = (jnp.where(mask[:, :, None, None], x, 0) for x in (key, value))
-    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)                                   # [B, K, S, H]
+    # Masked slots may hold NaN, and 0 * NaN is NaN: a value would reach the output, a key the gradient.
+    key, value = (jnp.where(mask[:, :, None, None], x, 0).swapaxes(1, 2) for x in (key, value))   # [B, K, S, H]
     query = query.reshape(B, K, N // K, H)                                                  # [B, K, G, H]
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.matmul(key, query.swapaxes(2, 3), preferred_element_type=wide)             # [B, K, S, G]

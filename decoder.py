@@ -8,9 +8,9 @@
     tokens = generate(params, prompt, num_tokens=100)      # writing: one position at a time, with a KV cache
 
 Axes: B batch, T query length, S cache length, N query heads, K key/value heads, H head dimension, D model
-dimension, F hidden width of the MLP, V vocabulary, L layers. Of its neighbours this file needs
-attention.py; only `main` brings in minijax_train.py, whose train step and loop it shares. [B T, D] is an array
-whose first axis is B and T in one.
+dimension, F hidden width of the MLP, V vocabulary, L layers. [B T, D] is an array whose first axis is B and T in
+one. This file needs attention.py beside it; only `main` also needs minijax_train.py, whose train step and loop it
+shares.
 """
 import argparse
 import bz2
@@ -43,7 +43,7 @@ def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_he
     The layers are stacked along a leading axis L, which `decoder` scans over. Defaults: num_kv_heads =
     num_heads, head_dim = model_dim / num_heads, mlp_dim = 8/3 model_dim rounded up to a multiple of 32 (three
     matrices then weigh as much as the two of a classic MLP of width 4 D; Shazeer 2020, arXiv:2002.05202). As
-    in Llama, the output is a matrix of its own, not the embedding transposed ("tied").
+    in Llama, the output is a matrix of its own and not the embedding, transposed.
     """
     if min(vocab_size, num_layers, model_dim) < 1 or (mlp_dim is not None and mlp_dim < 1):
         raise ValueError(f"sizes must be positive, got vocab_size {vocab_size}, num_layers {num_layers}, "
@@ -91,8 +91,8 @@ def rotate(x, positions):
     that depends on the difference of positions only.
     """
     wide, H = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
-    # Rounded after each step, as in the implementations whose weights we want to run: at position 1000 the last
-    # bit of a frequency shows in the logits. By NumPy, since XLA rounds a constant expression only once.
+    # Exponent, power and reciprocal are rounded one by one, as in the implementations whose weights we want to run: a
+    # last bit of a frequency, times position 1000, shows in the logits. NumPy, since XLA would round only the result.
     exponents = (np.arange(0, H, 2) / H).astype(wide)
     frequencies = 1 / (10000.0 ** exponents.astype(np.float64)).astype(wide)  # [H/2]
     angles = positions[..., None] * frequencies  # [B, T, H/2]
@@ -105,8 +105,8 @@ def layer_fn(layer, x, attend):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Returns (x, whatever else `attend` returned).
 
     layer: the parameters of one layer. x: [B, T, D]. attend(attention parameters, [B, T, D]) -> ([B, T, D],
-    more). Weights are brought to x's dtype here, where they are used: float32 parameters with a bfloat16 x is
-    mixed precision.
+    more). Matrices are cast to x's dtype here, where they are used (scales of norms are not, since norms are computed
+    in float32): float32 parameters and a bfloat16 x make mixed precision.
     """
     weights, mlp = jax.tree.map(lambda w: w.astype(x.dtype), (layer["attention"], layer["mlp"]))
     out, more = attend(weights, rms_norm(x, layer["attention_norm"]))
@@ -114,12 +114,12 @@ def layer_fn(layer, x, attend):
     # B and T become one axis: the gradient of a weight sums over both, and to sum over two axes XLA transposes
     # a [B, T, F] array first, for each weight.
     h = rms_norm(x, layer["mlp_norm"]).reshape(-1, x.shape[-1])  # [B T, D]
-    # One product instead of two. The layer's weights are cut out of the stack anyway; side by side costs no more.
+    # One product instead of two: the weights are copied out of the stack anyway, and side by side costs no more.
     h = swiglu(h @ jnp.concatenate([mlp["w_gate"], mlp["w_up"]], axis=1))  # [B T, F]
     return x + (h @ mlp["w_down"]).reshape(x.shape), more
 
 
-@jax.checkpoint  # keeps x for the backward pass and makes the rest again: cheaper than to store it
+@jax.checkpoint  # stores only x for the backward pass and computes the rest again: cheaper than storing that too
 def swiglu(x):
     """silu(gate) * up, [.., F], of x = gate and up side by side, [.., 2 F] (Shazeer 2020, arXiv:2002.05202)."""
     gate, up = jnp.split(x, 2, axis=-1)
@@ -152,16 +152,16 @@ def project(params, x):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     rows = rms_norm(x, params["final_norm"]).reshape(-1, x.shape[-1])  # [B T, D], as in `layer_fn`
     logits = jnp.matmul(rows, params["output"].astype(x.dtype), preferred_element_type=wide)  # [B T, V]
-    return logits.reshape(*x.shape[:2], -1)
+    return logits.reshape(*x.shape[:2], logits.shape[-1])
 
 
 def decoder(params, tokens, *, implementation=None, remat=False, unroll=1, dtype=None):
-    """Logits float32 [B, T, V]: at [:, t], for the token after tokens[:, :t + 1].
+    """Logits [B, T, V], float32 (or wider): those at [:, t] are for the token after tokens[:, :t + 1].
 
     tokens: integer [B, T] in 0..V-1; others are a ValueError, but compiled code cannot raise: there the logits
-    of their row are NaN, at the latest from that token on. implementation: as in attention.py. remat: keep only
+    of that row are NaN from that token on, and may be before it. implementation: as in attention.py. remat: keep only
     the input of each layer for the backward pass and compute the rest of it again (memory for one layer instead
-    of L, about a third more arithmetic). unroll: layers to a turn of the scan; L of them run faster, since
+    of L, about a third more arithmetic). unroll: layers per iteration of the scan; L of them run fastest, since
     nothing is stacked for the backward pass, but compile time then grows with L. dtype: of the computation, say
     jnp.bfloat16; None is that of the parameters, which stay as they are in any case.
     """
@@ -173,7 +173,7 @@ def decoder(params, tokens, *, implementation=None, remat=False, unroll=1, dtype
         return layer_fn(layer, x, attend)
 
     body = jax.checkpoint(body) if remat else body
-    # The scan compiles `unroll` layers, whatever L is.
+    # One iteration of the scan is compiled, whatever L is.
     x, _ = jax.lax.scan(body, embed(params, tokens, dtype), params["layers"], unroll=unroll)
     return project(params, x)  # [B, T, V]
 
@@ -184,7 +184,7 @@ def loss_fn(params, batch, **options):
     batch: {"tokens": integer [B, T + 1], "mask": bool [B, T]}. mask[:, t] says whether the prediction of
     tokens[:, t + 1] counts; where none does, loss and gradients are 0. What follows a row's last counted
     token is padding and may hold anything. options: those of `decoder`. Log-probabilities and the mean are
-    float32.
+    float32 (or wider).
     """
     tokens, mask = jnp.asarray(batch["tokens"]), jnp.asarray(batch["mask"])
     if tokens.ndim != 2 or mask.shape != (tokens.shape[0], tokens.shape[1] - 1) or mask.dtype != bool:
@@ -207,7 +207,7 @@ def loss_fn(params, batch, **options):
 def init_decoder_cache(params, batch_size, max_length, dtype=None):
     """An empty cache for `cached_decoder`: attention.init_kv_cache with a leading axis L on every leaf.
 
-    {"k", "v": [L, B, S, K, H], "length": int32 [L, B]}, S = max_length. dtype: that of params by default.
+    {"k": [L, B, S, K, H], "v": as "k", "length": int32 [L, B]}, S = max_length. dtype: that of params by default.
     """
     L, _, K, H = params["layers"]["attention"]["wk"].shape
     cache = attention.init_kv_cache(batch_size, max_length, K, H, dtype or params["embedding"].dtype)
@@ -216,34 +216,38 @@ def init_decoder_cache(params, batch_size, max_length, dtype=None):
 
 def cached_layers(params, tokens, cache, seq_lengths=None, dtype=None):
     """(x [B, T, D] before the final norm, cache): the layers of `cached_decoder`."""
-    T, S = tokens.shape[1], cache["k"].shape[2]
-    # The lengths of all layers are alike: ask the first.
-    new_lengths = cache["length"][0] + (T if seq_lengths is None else jnp.asarray(seq_lengths))  # [B]
-    if not isinstance(new_lengths, jax.core.Tracer) and (new_lengths > S).any():
-        raise ValueError(f"the cache holds {S} tokens a row, these would make it {new_lengths.max()}")
-    if seq_lengths is not None:
-        seq_lengths = jnp.asarray(seq_lengths)
-        tokens = jnp.where(jnp.arange(T) < seq_lengths[:, None], tokens, 0)  # padding may hold anything
+    (B, S), T = cache["k"].shape[1:3], tokens.shape[-1]
+    lengths = jnp.full(B, T) if seq_lengths is None else jnp.asarray(seq_lengths)
+    if tokens.shape != (B, T) or lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"expected tokens [{B}, T] and integer seq_lengths [{B}], to fit the cache, got "
+                         f"{list(tokens.shape)} and {lengths.dtype} {list(lengths.shape)}")
+    new_lengths = cache["length"][0] + lengths  # [B]; the lengths of all layers are alike
+    if not isinstance(new_lengths, jax.core.Tracer):
+        if ((lengths < 0) | (lengths > T)).any():
+            raise ValueError(f"seq_lengths must lie in 0..{T}, got {lengths.tolist()}")
+        if (new_lengths > S).any():
+            raise ValueError(f"the cache holds {S} tokens a row, these would make it {new_lengths.max()}")
+    tokens = jnp.where(jnp.arange(T) < lengths[:, None], tokens, 0)  # padding may hold anything
 
     def body(carry, layer_and_number):  # carries the whole cache, which each layer writes to in place
         (x, cache), (layer, number) = carry, layer_and_number
         return layer_fn(layer, x, lambda weights, h: attention.cached_attention(
-            weights, h, cache, layer=number, seq_lengths=seq_lengths, rotate=rotate)), None
+            weights, h, cache, layer=number, seq_lengths=lengths, rotate=rotate)), None
 
     layers_and_numbers = params["layers"], jnp.arange(cache["length"].shape[0])
-    # Four layers to a turn: for a single token, to cut the weights of a turn out costs as much as to use them.
+    # Four layers per iteration: for a single token an iteration's own work is not small beside a layer's.
     (x, cache), _ = jax.lax.scan(body, (embed(params, tokens, dtype), cache), layers_and_numbers, unroll=4)
     return x, cache
 
 
 def cached_decoder(params, tokens, cache, *, seq_lengths=None, dtype=None):
-    """(logits float32 [B, T, V], cache): `decoder` for the next T tokens of rows that begin in `cache`.
+    """(logits [B, T, V], float32 or wider, cache): `decoder` for the next T tokens of rows that begin in `cache`.
 
     tokens: integer [B, T]; a whole prompt, a chunk of it, or one token. seq_lengths: integer [B], how many of
-    the T are real (right-padded rows; logits of padding mean nothing); one outside 0..T makes its row NaN. Rows
-    may stand at different positions. A row that would run past the cache's end is a ValueError; compiled code
-    cannot raise: there its logits are NaN and its cache stays as it was. dtype: as in `decoder`. cache may be
-    donated.
+    the T are real (right-padded rows; logits of padding mean nothing). Rows may stand at different positions. A row
+    that would run past the cache's end, or a length outside 0..T, is a ValueError; compiled code cannot raise: there
+    that row's logits are NaN and its cache stays as it was. A T that exceeds the cache is a ValueError always. dtype:
+    as in `decoder`. cache may be donated.
     """
     x, cache = cached_layers(params, jnp.asarray(tokens), cache, seq_lengths, dtype)
     return project(params, x), cache
@@ -262,8 +266,9 @@ def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, tempe
     prompt: integer [B, T], right-padded; prompt_lengths: integer [B], at least 1 (None: all T). A row's new
     tokens stand directly after its own prompt, zeros after them. temperature 0 takes the most likely token;
     above, tokens are drawn with `key`, among the `top_k` most likely if given. The cache has the dtype of the
-    parameters. One compiled call, compiled anew for each new shape of prompt, num_tokens and top_k.
-    ValueError before any work.
+    parameters. One compiled call, compiled anew for another shape of prompt, num_tokens, top_k, and for greedy or
+    drawn. Wrong arguments are a ValueError before anything is computed; under jit the values of prompt and
+    prompt_lengths cannot be checked, and a row with wrong ones means nothing.
     """
     prompt, V = jnp.asarray(prompt), params["embedding"].shape[0]
     if prompt.ndim != 2 or 0 in prompt.shape:
@@ -271,6 +276,8 @@ def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, tempe
     B, T = prompt.shape
     if not isinstance(num_tokens, numbers.Integral) or num_tokens < 1:
         raise ValueError(f"num_tokens must be a whole number of at least 1, got {num_tokens}")
+    temperature = float(temperature)
+    greedy = temperature == 0
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
     if temperature > 0 and key is None:
@@ -283,8 +290,9 @@ def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, tempe
     if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 1) & (lengths <= T)).all():
         raise ValueError(f"prompt_lengths must lie in 1..{T}, got {lengths.tolist()}")
     tokens = check_tokens(params, jnp.where(jnp.arange(T) < lengths[:, None], prompt, 0))
+    key, top_k = (None, None) if greedy else (key, top_k)  # not used, and no reason to compile anew
     return generate_compiled(params, tokens, lengths.astype(jnp.int32), key, temperature,
-                             num_tokens=num_tokens, top_k=top_k, greedy=temperature == 0)
+                             num_tokens=num_tokens, top_k=top_k, greedy=greedy)
 
 
 @functools.partial(jax.jit, static_argnames=("num_tokens", "top_k", "greedy"))
@@ -311,7 +319,7 @@ def generate_compiled(params, prompt, lengths, key, temperature, *, num_tokens, 
     first = choose(x[rows, lengths - 1], keys[0])  # logits of one position a row, not of all T
     _, rest = jax.lax.scan(step, (first, cache), keys[1:])  # [num_tokens - 1, B]
     new = jnp.concatenate([first[None], rest]).T  # [B, num_tokens]
-    out = jnp.pad(prompt, ((0, 0), (0, num_tokens)))
+    out = jnp.pad(prompt, ((0, 0), (0, num_tokens)))  # [B, T + num_tokens]
     return out.at[rows[:, None], lengths[:, None] + jnp.arange(num_tokens)].set(new)
 
 
@@ -326,8 +334,8 @@ LLAMA_LAYER_NAMES = {
 def from_llama(state, num_heads):
     """Our parameters from a Llama state dict of Hugging Face's `transformers`, its values as NumPy arrays.
 
-    Right for configurations with rms_norm_eps 1e-5, rope_theta 10000 without scaling, and silu, which a state
-    dict does not tell. Nor does it tell how many query heads there are: num_heads. Where there is no
+    Right for configurations with rms_norm_eps 1e-5, rope_theta 10000 without scaling, and silu, none of which a state
+    dict records; nor does it record the number of query heads, hence num_heads. Where there is no
     lm_head.weight the output is tied to the embedding, and gets a copy. ValueError if a name is missing or
     left over.
     """
@@ -348,11 +356,11 @@ def from_llama(state, num_heads):
               "final_norm": jnp.asarray(take("model.norm.weight"))}
     flat = {ours: stack(theirs) for ours, theirs in LLAMA_LAYER_NAMES.items()}
     if state:
-        raise ValueError(f"the state dict has {sorted(state)[0]}, for which there is no place here")
+        raise ValueError(f"the state dict has {min(state)}, for which there is no place here")
     L, D, width = flat["wq"].shape
-    if num_heads < 1 or width % num_heads or flat["wk"].shape[2] % (width // num_heads):
-        raise ValueError(f"{num_heads} heads do not fit projections of width {width} and {flat['wk'].shape[2]}")
-    H = width // num_heads
+    kv_width, H = flat["wk"].shape[2], width // max(num_heads, 1)
+    if num_heads < 1 or width != num_heads * H or H % 2 or kv_width % H or width % kv_width:
+        raise ValueError(f"{num_heads} heads do not fit projections of width {width} and {kv_width}")
     heads = {name: flat.pop(name).reshape(L, D, -1, H) for name in ("wq", "wk", "wv")}
     heads["wo"] = flat.pop("wo").reshape(L, num_heads, H, D)
     mlp = {name: flat.pop(name) for name in ("w_gate", "w_up", "w_down")}
@@ -369,10 +377,8 @@ def to_llama(params):
              "lm_head.weight": params["output"].T}
     for ours, theirs in LLAMA_LAYER_NAMES.items():
         for i, array in enumerate(flat[ours]):
-            if ours in ("wq", "wk", "wv"):
-                array = array.reshape(D, -1)  # [D, N H]
-            elif ours == "wo":
-                array = array.reshape(-1, D)  # [N H, D]
+            if array.ndim == 3:
+                array = array.reshape((-1, D) if ours == "wo" else (D, -1))  # [N H, D] or [D, N H]
             state[f"model.layers.{i}.{theirs}.weight"] = array.T
     return state
 
@@ -411,14 +417,14 @@ def training_batch(text, batch_size, length, seed, step):
 
 
 def evaluation_windows(text, start, length):
-    """Batches of one window, stacked [W, 1, ...], that predict every byte of text[start:] once, in order.
+    """W windows, each a batch of one, that together predict every byte of text[start:] once, in order.
 
-    A window slides by length / 4, and only its last quarter counts: each byte is predicted from at least the
-    3/4 length bytes before it, some of which lie before `start`. ValueError if there is less text than a window
-    there.
+    {"tokens": [W, 1, length + 1], "mask": [W, 1, length]}. Windows slide by length / 4, and only their last quarter
+    counts: each byte is predicted from at least the 3/4 length bytes before it, at first from before `start`.
+    ValueError if there are less than `length` of those, or nothing to predict.
     """
-    if start < length:
-        raise ValueError(f"start must be at least length {length}, got {start}")
+    if not length <= start < len(text):
+        raise ValueError(f"start must lie in {length}..{len(text) - 1}, got {start}")
     stride = math.ceil(length / 4)
     number = np.arange(math.ceil((len(text) - start) / stride))[:, None, None]  # [W, 1, 1]
     index = start + number * stride + np.arange(stride - length - 1, stride)  # [W, 1, length + 1]
@@ -435,15 +441,15 @@ def held_out_bits(params, windows, learning_rate=0.0):
     """
     def body(params, window):
         _, metrics = loss_fn(params, window)  # first predict: the counted bytes have not been learned from
-        if learning_rate:  # then learn, from the bytes of the context once more, too
+        if learning_rate:  # then learn from the whole window, so from its context once more
             everything = {**window, "mask": jnp.ones_like(window["mask"])}
             grads = jax.grad(loss_fn, has_aux=True)(params, everything)[0]
             params = jax.tree.map(lambda w, g: w - learning_rate * g, params, grads)
         return params, metrics
 
-    _, metrics = jax.jit(lambda params, windows: jax.lax.scan(body, params, windows))(params, windows)
+    _, metrics = jax.lax.scan(body, params, windows)
     loss, tokens = np.asarray(metrics["loss"], np.float64), np.asarray(metrics["tokens"])  # [W]
-    return float((loss * tokens).sum() / tokens.sum() / math.log(2))
+    return float(np.average(loss, weights=tokens) / math.log(2))
 
 
 def compressed_bits(text, start):
@@ -486,7 +492,7 @@ def main(argv=None):
 
 
 def run(minijax_train, args):
-    """What `main` does once the command line is read."""
+    """What `main` does once the command line is read. minijax_train: the module, since only `main` may import it."""
     devices = minijax_train.find_devices()
     print(f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}")
     if args.batch_size % len(devices):
@@ -529,7 +535,7 @@ def run(minijax_train, args):
         for first in range(state["step"], args.steps, args.log_every):
             steps = range(first, min(first + args.log_every, args.steps))
             batches = [training_batch(train, args.batch_size, args.length, args.seed, s) for s in steps]
-            yield jax.device_put(jax.tree.map(lambda *steps: np.stack(steps), *batches), by_row)
+            yield jax.device_put(jax.tree.map(lambda *leaves: np.stack(leaves), *batches), by_row)
 
     def report(step, metrics, seconds):
         loss = metrics["loss"].mean()
@@ -547,7 +553,8 @@ def run(minijax_train, args):
               **compressed_bits(text.tobytes(), start)}
     print("held-out bits per byte: " + ", ".join(f"{name} {bits:.4f}" for name, bits in result.items()))
     prompt = text[None, start:start + args.length // 4]
-    key, room = jax.random.key(args.seed), args.length - prompt.shape[1]
+    room = args.length - prompt.shape[1]
+    key = jax.random.fold_in(jax.random.key(args.seed), 1)  # not the key that the parameters were drawn with
     written = generate(params, prompt, room, key=key, temperature=0.7)
     prompt, written = prompt[0].tobytes(), np.asarray(written[0, prompt.shape[1]:]).astype(np.uint8).tobytes()
     print(f"--- given:\n{prompt.decode(errors='replace')}\n--- written:\n{written.decode(errors='replace')}")

@@ -1299,7 +1299,7 @@ LAYER = [{"w": jnp.ones((4, 2)), "b": jnp.ones(2)}]
     (lambda: train.confusion_matrix(np.zeros(3), np.zeros(3, int), 2), "labels must be integers, got float32"),
     (lambda: train.confusion_matrix(np.zeros(3, int), np.zeros(3), 2), "predictions must be integers"),
     (lambda: train.confusion_matrix(np.zeros(3, int), np.zeros(3, int), 2, np.ones(2, bool)), r"\[2\]"),
-    (lambda: train.confusion_matrix(np.zeros(3, int), np.zeros(3, int), 2, np.ones(3, int)), "mask must be bool, got int"),
+    (lambda: train.confusion_matrix(np.zeros(3, int), np.zeros(3, int), 2, np.ones(3, int)), "mask must be bool"),
     (lambda: train.evaluate(train.init_mlp(jax.random.key(0), (2, 3)), []), "no real example"),
 ])
 def test_wrong_arguments_are_named(call, words):
@@ -2391,7 +2391,9 @@ def test_causal_outputs_ignore_future_tokens(seed, i):
 @given(i=st.integers(0, 2), seed=st.integers(0, 2**32 - 1))
 def test_blocks_that_nobody_sees_are_not_computed(i, seed):
     """NaN in the keys and values of blocks above the diagonal, or outside the window, does not reach the rows
-    before them. Catches: masked blocks that are computed all the same."""
+    before them, and lengths are divided evenly. Catches: masked blocks that are computed all the same, and a
+    last block that is mostly padding."""
+    assert attention._blocks((None, None), 300, 513, 1, None, (None, None))[0] == (150, 171)
     (query, key, value, cotangent), _ = draw("causal", seed)
     rows = np.arange(12)[None, :, None, None]
     early = np.where(rows < 4 * i + 4, cotangent, 0)
@@ -3129,11 +3131,15 @@ def test_ten_decode_steps_are_one_trace():
 
 def test_layer_and_cache_refuse_what_does_not_fit():
     """Catches: floor division of heads or width, a chunk longer than the cache, a cache of another layer."""
-    for message, args in (("4 and 3", (8, 4, 3)), ("10, 4", (10, 4)), ("4 and 0", (8, 4, 0))):
+    sizes = ("4 and 3", (8, 4, 3)), ("10, 4", (10, 4)), ("4 and 0", (8, 4, 0)), ("8 and 0", (8, 4, 2, 0)), (
+        "8 and -2", (8, 4, 2, -2)), ("0 and 0", (0, 4))
+    for message, args in sizes:
         with pytest.raises(ValueError, match=message):
             attention.init_attention(jax.random.key(0), *args)
     cache = attention.init_kv_cache(1, 4, K, H)
+    uneven = {**PARAMS, "wq": PARAMS["wq"][:, : K + 1], "wo": PARAMS["wo"][: K + 1]}
     for message, call in (
+        (f"got {K + 1} and {K}", lambda: attention.cached_attention(uneven, jnp.ones((1, 1, D)), cache)),
         ("5 tokens.* 4 ", lambda: attention.cached_attention(PARAMS, jnp.ones((1, 5, D)), cache)),
         ("x must be", lambda: attention.cached_attention(PARAMS, jnp.ones((1, 2, D + 1)), cache)),
         ("x must be", lambda: attention.attention(PARAMS, jnp.ones((2, D)))),
@@ -3648,6 +3654,12 @@ def test_generation_is_one_compiled_program(monkeypatch):
         got = decoder.generate(small_decoder(), np.array([[1, 2]]), num_tokens, key=jax.random.key(0),
                                temperature=temperature)
         assert got.shape == (1, 2 + num_tokens) and len(calls) <= count
+    decoder.generate(small_decoder(), np.array([[1, 2]]), 11)
+    calls.clear()
+    for unused in {"temperature": 0}, {"temperature": np.float32(0)}, {"top_k": 3}, {"key": jax.random.key(0)}:
+        decoder.generate(small_decoder(), np.array([[1, 2]]), 11, **unused)
+    decoder.generate(small_decoder(), np.array([[1, 2]]), 11, key=jax.random.key(0), temperature=np.float32(2))
+    assert not calls  # what greedy decoding does not use, and the number's type, compile nothing anew
     assert jax.eval_shape(lambda p: decoder.generate(small_decoder(), p, 3), np.array([[1, 2]])).shape == (1, 5)
 
 
@@ -3727,13 +3739,17 @@ def test_cached_decoding_with_64_bit_numbers_and_in_bfloat16():
 def test_decoder_cache_end():
     """Tokens past the cache's end are an error when it can be seen; compiled, that row gives NaN and keeps its cache.
 
-    Catches a write that is clamped to the last slot and destroys what is there.
+    So are a length outside 0..T and, always, more tokens than the cache has slots. Catches a write that is clamped to
+    the last slot and destroys what is there.
     """
     params = small_decoder()
     cache = decoder.init_decoder_cache(params, 2, 4)
     _, cache = decoder.cached_decoder(params, np.array([[1, 2, 3], [1, 2, 0]]), cache, seq_lengths=np.array([3, 2]))
-    with pytest.raises(ValueError, match="holds 4"):
-        decoder.cached_decoder(params, np.array([[4, 5], [4, 5]]), cache)
+    for message, tokens, lengths in [("holds 4", [[4, 5], [4, 5]], None), ("x brings 5 tokens", [[1] * 5] * 2, [0, 0]),
+                                     ("0..2, got .3, 1.", [[4, 5], [4, 5]], [3, 1]),
+                                     ("0..2, got .-1, 1.", [[4, 5], [4, 5]], [-1, 1])]:
+        with pytest.raises(ValueError, match=message):
+            decoder.cached_decoder(params, np.array(tokens), cache, seq_lengths=lengths)
     logits, after = cached_jit(params, np.array([[4, 5], [4, 5]]), cache)
     assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
     np.testing.assert_array_equal(after["length"], np.broadcast_to([3, 4], (L, 2)))
@@ -3804,6 +3820,18 @@ def test_decoder_refuses_shapes():
     for mask in np.ones((2, 7), bool), np.ones((1, 6), bool), np.ones((2, 6)), np.ones(6, bool):
         with pytest.raises(ValueError, match="mask"):
             decoder.loss_fn(small_decoder(), {"tokens": tokens, "mask": mask})
+    cache = decoder.init_decoder_cache(small_decoder(), 2, 8)
+    for bad, lengths in (np.array([1, 2]), None), (tokens[:1], None), (np.ones((2, 2), int), np.ones(3, int)), (
+            np.ones((2, 2), int), np.ones(2)), (np.ones((2, 2), int), 1):
+        with pytest.raises(ValueError, match="to fit the cache"):
+            decoder.cached_decoder(small_decoder(), bad, cache, seq_lengths=lengths)
+
+
+def test_decoder_of_nothing():
+    """No tokens have no logits, and a loss of 0. Catches a division by the number of tokens."""
+    params = small_decoder()
+    assert decoder.decoder(params, np.zeros((2, 0), int)).shape == (2, 0, V)
+    assert decoder.loss_fn(params, {"tokens": np.ones((2, 1), int), "mask": np.ones((2, 0), bool)})[0] == 0
 
 
 # ---------------------------------------------------------------- decoder: weights from elsewhere
@@ -3854,9 +3882,12 @@ def test_llama_weights_that_do_not_fit():
         decoder.from_llama({}, 4)
     with pytest.raises(ValueError, match="q_proj.bias"):
         decoder.from_llama({**state, "model.layers.0.self_attn.q_proj.bias": np.zeros(DIM)}, 4)
-    for heads in 3, 1, 0:
-        with pytest.raises(ValueError, match=f"{heads} heads"):
+    for heads in 3, 1, 0, 16, 32:
+        with pytest.raises(ValueError, match=f"^{heads} heads"):
             decoder.from_llama(state, heads)
+    wide = {name: np.ones((12, DIM)) if "k_proj" in name or "v_proj" in name else state[name] for name in state}
+    with pytest.raises(ValueError, match="width 16 and 12"):  # 4 query heads cannot share 3
+        decoder.from_llama(wide, 4)
     tied = decoder.from_llama({name: value for name, value in state.items() if name != "lm_head.weight"}, 4)
     np.testing.assert_array_equal(tied["output"], tied["embedding"].T)
 
@@ -3884,8 +3915,9 @@ def test_evaluation_predicts_every_held_out_byte_once(size, length):
             assert t + 1 >= 0.75 * length - 1
     np.testing.assert_array_equal(seen, np.arange(60, 60 + size))
     decoder.evaluation_windows(text, length, length)
-    with pytest.raises(ValueError, match=f"length {length}, got {length - 1}"):
-        decoder.evaluation_windows(text, length - 1, length)
+    for start in length - 1, len(text):
+        with pytest.raises(ValueError, match=f"start must lie in {length}..{len(text) - 1}, got {start}"):
+            decoder.evaluation_windows(text, start, length)
 
 
 def test_held_out_bits():
@@ -4002,6 +4034,8 @@ def test_decoder_main_trains_and_resumes_exactly(tmp_path, monkeypatch, capsys):
     """
     text = np.frombuffer(b"How much wood would a woodchuck chuck? " * 40, np.uint8)
     monkeypatch.setattr(decoder, "documentation", lambda: text)
+    generate, keys = decoder.generate, []
+    monkeypatch.setattr(decoder, "generate", lambda *a, key, **o: keys.append(key) or generate(*a, key=key, **o))
     whole = decoder.main([*TINY_RUN, "--checkpoint-dir", str(tmp_path / "a")])
     printed = capsys.readouterr().out
     assert printed.count("\nstep ") == 2 and "1,404 bytes to train on, 156 held out" in printed
@@ -4010,6 +4044,7 @@ def test_decoder_main_trains_and_resumes_exactly(tmp_path, monkeypatch, capsys):
     xz = [len(lzma.compress(part, preset=9)) for part in (raw, raw[:1404])]
     assert whole["xz -9"] == 8 * (xz[0] - xz[1]) / 156
     assert whole["bz2 -9"] == 8 * (len(bz2.compress(raw)) - len(bz2.compress(raw[:1404]))) / 156
+    assert keys[0] != jax.random.key(0)  # with which the parameters were drawn
     assert 2 < whole["model"] < 9 and whole["model, learning as it reads"] != whole["model"]
     (tmp_path / "b").mkdir()
     shutil.copy(tmp_path / "a" / "step_2.npz", tmp_path / "b")
