@@ -556,6 +556,8 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
     entries.)
     """
     _check_input(params, x)
+    if isinstance(layer, int) and not 0 <= layer < cache["k"].shape[0]:
+        raise ValueError(f"layer must lie in 0..{cache['k'].shape[0] - 1}, got {layer}")
     at = () if layer is None else (layer,)
     (B, T, _), (_, K, H), shape = x.shape, params["wk"].shape, cache["k"].shape[len(at):]
     if shape[:1] + shape[2:] != (B, K, H):

@@ -143,7 +143,7 @@ def check_tokens(params, tokens):
 
 def embed(params, tokens, dtype):
     """Rows of the embedding matrix [B, T, D]; NaN for a token that is out of range."""
-    x = params["embedding"].at[check_tokens(params, tokens)].get(mode="fill", fill_value=jnp.nan)
+    x = jnp.asarray(params["embedding"]).at[check_tokens(params, tokens)].get(mode="fill", fill_value=jnp.nan)
     return x.astype(dtype or x.dtype)
 
 
@@ -187,9 +187,10 @@ def loss_fn(params, batch, **options):
     float32 (or wider).
     """
     tokens, mask = jnp.asarray(batch["tokens"]), jnp.asarray(batch["mask"])
-    if tokens.ndim != 2 or mask.shape != (tokens.shape[0], tokens.shape[1] - 1) or mask.dtype != bool:
-        raise ValueError(f"expected tokens [B, T + 1] and a bool mask [B, T], got {list(tokens.shape)} and "
-                         f"{mask.dtype} {list(mask.shape)}")
+    if (tokens.ndim != 2 or mask.shape != (tokens.shape[0], tokens.shape[1] - 1) or mask.dtype != bool
+            or not jnp.issubdtype(tokens.dtype, jnp.integer)):
+        raise ValueError(f"expected integer tokens [B, T + 1] and a bool mask [B, T], got {tokens.dtype} "
+                         f"{list(tokens.shape)} and {mask.dtype} {list(mask.shape)}")
     counted = mask[:, ::-1].cumsum(axis=1)[:, ::-1] > 0  # [B, T], True up to the last True of a row
     inputs, targets = jnp.where(counted, tokens[:, :-1], 0), jnp.where(mask, tokens[:, 1:], 0)
     logits = decoder(params, inputs, **options)  # [B, T, V]
@@ -218,9 +219,11 @@ def cached_layers(params, tokens, cache, seq_lengths=None, dtype=None):
     """(x [B, T, D] before the final norm, cache): the layers of `cached_decoder`."""
     (B, S), T = cache["k"].shape[1:3], tokens.shape[-1]
     lengths = jnp.full(B, T) if seq_lengths is None else jnp.asarray(seq_lengths)
-    if tokens.shape != (B, T) or lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"expected tokens [{B}, T] and integer seq_lengths [{B}], to fit the cache, got "
-                         f"{list(tokens.shape)} and {lengths.dtype} {list(lengths.shape)}")
+    if tokens.shape != (B, T) or lengths.shape != (B,) or not all(
+            jnp.issubdtype(x.dtype, jnp.integer) for x in (tokens, lengths)):
+        raise ValueError(f"expected integer tokens [{B}, T] and seq_lengths [{B}], to fit the cache, got "
+                         f"{tokens.dtype} {list(tokens.shape)} and {lengths.dtype} {list(lengths.shape)}")
+    lengths = lengths.astype(jnp.int32)  # a uint8 cannot be compared with T = 300
     new_lengths = cache["length"][0] + lengths  # [B]; the lengths of all layers are alike
     if not isinstance(new_lengths, jax.core.Tracer):
         if ((lengths < 0) | (lengths > T)).any():
@@ -271,8 +274,9 @@ def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, tempe
     prompt_lengths cannot be checked, and a row with wrong ones means nothing.
     """
     prompt, V = jnp.asarray(prompt), params["embedding"].shape[0]
-    if prompt.ndim != 2 or 0 in prompt.shape:
-        raise ValueError(f"prompt must be [B, T] with at least one token a row, got {list(prompt.shape)}")
+    if prompt.ndim != 2 or 0 in prompt.shape or not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise ValueError(f"prompt must be integers [B, T] with at least one token a row, got {prompt.dtype} "
+                         f"{list(prompt.shape)}")
     B, T = prompt.shape
     if not isinstance(num_tokens, numbers.Integral) or num_tokens < 1:
         raise ValueError(f"num_tokens must be a whole number of at least 1, got {num_tokens}")
@@ -287,12 +291,13 @@ def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, tempe
     lengths = jnp.full(B, T) if prompt_lengths is None else jnp.asarray(prompt_lengths)
     if lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"prompt_lengths must be integers [{B}], got {lengths.dtype} {list(lengths.shape)}")
+    lengths = lengths.astype(jnp.int32)  # as in `cached_layers`
     if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 1) & (lengths <= T)).all():
         raise ValueError(f"prompt_lengths must lie in 1..{T}, got {lengths.tolist()}")
     tokens = check_tokens(params, jnp.where(jnp.arange(T) < lengths[:, None], prompt, 0))
     key, top_k = (None, None) if greedy else (key, top_k)  # not used, and no reason to compile anew
-    return generate_compiled(params, tokens, lengths.astype(jnp.int32), key, temperature,
-                             num_tokens=num_tokens, top_k=top_k, greedy=greedy)
+    return generate_compiled(params, tokens, lengths, key, temperature, num_tokens=int(num_tokens),
+                             top_k=top_k and int(top_k), greedy=greedy)
 
 
 @functools.partial(jax.jit, static_argnames=("num_tokens", "top_k", "greedy"))
@@ -423,8 +428,8 @@ def evaluation_windows(text, start, length):
     counts: each byte is predicted from at least the 3/4 length bytes before it, at first from before `start`.
     ValueError if there are less than `length` of those, or nothing to predict.
     """
-    if not length <= start < len(text):
-        raise ValueError(f"start must lie in {length}..{len(text) - 1}, got {start}")
+    if not 1 <= length <= start < len(text):
+        raise ValueError(f"expected 1 <= length <= start < {len(text)}, got length {length}, start {start}")
     stride = math.ceil(length / 4)
     number = np.arange(math.ceil((len(text) - start) / stride))[:, None, None]  # [W, 1, 1]
     index = start + number * stride + np.arange(stride - length - 1, stride)  # [W, 1, length + 1]

@@ -445,7 +445,10 @@ def run(args):
     rates = np.asarray(jax.jit(schedule)(np.arange(total)))  # for the log
     optimizer = make_optimizer(schedule, args.weight_decay, b2=0.95)
 
+    traced = []
+
     def training_loss(params, batch):  # uint8 travels to the device, a quarter of the bytes; evaluation smooths nothing
+        traced.append(True)  # Python runs only while JAX traces: once per compilation
         return loss_fn(params, {**batch, "image": data.preprocess(batch["image"])}, label_smoothing=0.1)
 
     train_steps = jax.jit(make_train_steps(make_train_step(training_loss, optimizer)), donate_argnums=(0, 1))
@@ -467,15 +470,12 @@ def run(args):
     padded = my_rows(data.batches(dataset["test"], args.batch_size, remainder="pad"))
     images = ({**batch, "image": data.preprocess(batch["image"])} for batch in padded)
     test = list(data.to_device(images, by_row))  # stays on the device
-    compiled = set()  # the lengths of intervals that are
-
     def report(step, metrics, seconds):
-        steps = len(metrics["loss"])
+        speed = len(metrics["loss"]) * args.batch_size / seconds
         say(f"epoch {(step - 1) // steps_per_epoch + 1:3}  step {step:6}  loss {metrics['loss'].mean():.4f}  "
             f"accuracy {metrics['accuracy'].mean():.4f}  learning rate {rates[step - 1]:.2e}  "
-            f"{steps * args.batch_size / seconds:9,.0f} examples/s{'' if steps in compiled else ' (with compilation)'}",
-            flush=True)
-        compiled.add(steps)
+            f"{speed:9,.0f} examples/s{' (with compilation)' if traced else ''}", flush=True)
+        traced.clear()
         if interrupted and not save:
             raise KeyboardInterrupt
 
