@@ -545,8 +545,9 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
       x: [B, T, D], tokens that continue each row. ValueError if T exceeds S, the slots of the cache.
       cache: from `init_kv_cache` or an earlier call; may be donated. Slots beyond a row's length may hold
         anything.
-      layer: for a cache whose leaves have a leading axis of layers, which of them to use; the others are left
-        as they are. A loop over the layers can then hand on one cache, and XLA write into it in place.
+      layer: for a cache whose leaves have a leading axis of layers, which of them to use (ValueError for an int
+        that is none); the others are left as they are. A loop over the layers can then hand on one cache, and
+        XLA write into it in place.
       seq_lengths: int [B], how many tokens of each row count (the rest is padding on the right, whose outputs
         are 0); all T by default.
       rotate: as in `attention`; positions count from the start of the row, not of x.

@@ -444,11 +444,10 @@ def run(args):
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, total // 10, total)
     rates = np.asarray(jax.jit(schedule)(np.arange(total)))  # for the log
     optimizer = make_optimizer(schedule, args.weight_decay, b2=0.95)
-
-    traced = []
+    traced = []  # filled where the step is compiled, emptied by `report`
 
     def training_loss(params, batch):  # uint8 travels to the device, a quarter of the bytes; evaluation smooths nothing
-        traced.append(True)  # Python runs only while JAX traces: once per compilation
+        traced.append(True)  # Python runs only while JAX traces, which it does before it compiles
         return loss_fn(params, {**batch, "image": data.preprocess(batch["image"])}, label_smoothing=0.1)
 
     train_steps = jax.jit(make_train_steps(make_train_step(training_loss, optimizer)), donate_argnums=(0, 1))
@@ -470,6 +469,7 @@ def run(args):
     padded = my_rows(data.batches(dataset["test"], args.batch_size, remainder="pad"))
     images = ({**batch, "image": data.preprocess(batch["image"])} for batch in padded)
     test = list(data.to_device(images, by_row))  # stays on the device
+
     def report(step, metrics, seconds):
         speed = len(metrics["loss"]) * args.batch_size / seconds
         say(f"epoch {(step - 1) // steps_per_epoch + 1:3}  step {step:6}  loss {metrics['loss'].mean():.4f}  "
