@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""A decoder-only transformer assembled from attention.py: the Llama family's arithmetic in plain functions.
+"""A decoder-only transformer made from attention.py: the Llama family's arithmetic, as functions.
 
-    python decoder.py           train a byte-level model on Python's documentation, measure it, let it write
-    python decoder.py --help    everything else
+    python decoder.py           train on Python's documentation, byte by byte, and let it write
+    python decoder.py --help    your own text, a prompt, everything else
 
-    logits = decoder(params, tokens)                       # training: all positions at once
-    tokens = generate(params, prompt, num_tokens=100)      # writing: one position at a time, with a KV cache
-
-Axes: B batch, T query length, S cache length, N query heads, K key/value heads, H head dimension, D model
-dimension, F hidden width of the MLP, V vocabulary, L layers. [B T, D] is an array whose first axis is B and T in
-one. This file needs attention.py beside it; only `main` also needs minijax_train.py, whose train step and loop it
-shares.
+Axes: B batch, T query length, S cache length, N query heads, K key/value heads, H head dimension,
+D model dimension, F hidden width of the MLP, V vocabulary, L layers; [B T, D] has B and T in one.
+A token or length out of range is a ValueError; compiled code can neither look nor raise: there what
+depends on it becomes NaN. attention.py must lie beside this file.
 """
 import argparse
-import bz2
 import functools
-import lzma
 import math
-import numbers
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +20,10 @@ import optax
 
 import attention
 
-# ---------------------------------------------------------------- parameters
+# ---------------------------------------------------------------- model
 
-
-def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_heads=None, head_dim=None,
-                 mlp_dim=None):
+def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_heads=None,
+                 head_dim=None, mlp_dim=None):
     """Parameters of a decoder, all float32:
 
         {"embedding": [V, D], "final_norm": [D], "output": [D, V],
@@ -40,530 +32,539 @@ def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_he
                     "mlp": {"w_gate": [L, D, F], "w_up": [L, D, F], "w_down": [L, F, D]},
                     "attention_norm": [L, D], "mlp_norm": [L, D]}}
 
-    The layers are stacked along a leading axis L, which `decoder` scans over. Defaults: num_kv_heads =
-    num_heads, head_dim = model_dim / num_heads, mlp_dim = 8/3 model_dim rounded up to a multiple of 32 (three
-    matrices then weigh as much as the two of a classic MLP of width 4 D; Shazeer 2020, arXiv:2002.05202). As
-    in Llama, the output is a matrix of its own and not the embedding, transposed.
+    Defaults: num_kv_heads = num_heads, head_dim = D / N, mlp_dim = 8/3 D, rounded up to a multiple
+    of 32. Without "output" the embedding serves in its place (tied). ValueError for wrong sizes.
     """
-    if min(vocab_size, num_layers, model_dim) < 1 or (mlp_dim is not None and mlp_dim < 1):
-        raise ValueError(f"sizes must be positive, got vocab_size {vocab_size}, num_layers {num_layers}, "
-                         f"model_dim {model_dim}, mlp_dim {mlp_dim}")
-    V, D, F = vocab_size, model_dim, mlp_dim or math.ceil(model_dim / 12) * 32
+    V, D, F = vocab_size, model_dim, math.ceil(model_dim / 12) * 32 if mlp_dim is None else mlp_dim
+    if min(V, num_layers, D, F) < 1:
+        raise ValueError(f"not positive: {vocab_size=}, {num_layers=}, {model_dim=} or {mlp_dim=}")
     normal = jax.nn.initializers.lecun_normal(dtype=jnp.float32)  # variance 1 / fan-in
-    # What a layer adds to the residual stream is scaled down: the sum over 2 L branches then keeps its size
-    # (Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3).
-    residual_scale = (2 * num_layers) ** -0.5
+    branch_scale = (2 * num_layers) ** -0.5  # the sum of 2 L branches keeps its size, as in GPT-2
 
     def init_layer(key):
-        attention_key, gate, up, down = jax.random.split(key, 4)
-        heads = attention.init_attention(attention_key, D, num_heads, num_kv_heads, head_dim)
+        heads_key, gate, up, down = jax.random.split(key, 4)
+        heads = attention.init_attention(heads_key, D, num_heads, num_kv_heads, head_dim)
         if heads["wq"].shape[-1] % 2:
-            raise ValueError(f"rotary embeddings: head_dim must be even, got {heads['wq'].shape[-1]}")
-        return {"attention": {**heads, "wo": heads["wo"] * residual_scale},
+            raise ValueError(f"head_dim must be even to rotate, got {heads['wq'].shape[-1]}")
+        return {"attention": {**heads, "wo": heads["wo"] * branch_scale},
                 "mlp": {"w_gate": normal(gate, (D, F)), "w_up": normal(up, (D, F)),
-                        "w_down": normal(down, (F, D)) * residual_scale},
+                        "w_down": normal(down, (F, D)) * branch_scale},
                 "attention_norm": jnp.ones(D, jnp.float32), "mlp_norm": jnp.ones(D, jnp.float32)}
 
     embedding_key, output_key, layers_key = jax.random.split(key, 3)
+    # One layer is written down; vmap over L keys makes L, stacked as `decoder` scans over them.
     return {"embedding": jax.random.normal(embedding_key, (V, D), jnp.float32),
             "layers": jax.vmap(init_layer)(jax.random.split(layers_key, num_layers)),
             "final_norm": jnp.ones(D, jnp.float32), "output": normal(output_key, (D, V))}
 
 
-# ---------------------------------------------------------------- one layer
+def rms_norm(x, scale, epsilon=1e-5):
+    """x / sqrt(mean(x^2) + epsilon) * scale, [.., D] (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # the result has x's dtype again
+    mean_square = (wide**2).mean(axis=-1, keepdims=True)
+    scale = jnp.broadcast_to(scale, x.shape).astype(wide.dtype)  # ranks may not differ silently
+    return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale).astype(x.dtype)
 
 
-def rms_norm(x, scale):
-    """x / sqrt(mean(x^2) + 1e-5) * scale over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467).
+def rotate(x, positions, *, base=10000.0, scaling=None):
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
-    x: [..., D], scale: [D]. Computed in float32 (or wider), returned in the dtype of x.
+    x: [B, T, n, H] with H even (n heads, N or K), positions: integer [B, T] -> as x, computed in
+    float32 or wider. Pair i, made of x[..., i] and x[..., i + H/2] (the paper pairs neighbours), is
+    turned by the angle positions * base^(-2i / H): products of queries and keys then depend on the
+    difference of positions only. scaling, for texts longer than those trained on: (factor,) divides
+    the angles; Llama 3's is (factor, low_freq_factor, high_freq_factor, original length). Tuples,
+    so that functools.partial(rotate, scaling=...) can be hashed.
     """
-    wide_x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return (wide_x * jax.lax.rsqrt((wide_x**2).mean(axis=-1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
+    H, dtype = x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
+    # Exponent, power and reciprocal are rounded one by one, as where the weights come from: a last
+    # bit of a frequency, times position 1000, shows in the logits. XLA would round only the result.
+    exponents = (np.arange(0, H, 2) / H).astype(dtype)
+    frequencies = 1 / (base ** exponents.astype(np.float64)).astype(dtype)  # [H/2]
+    factor, *llama3 = scaling or (1.0,)
+    kept = 0.0
+    if llama3:  # pairs that turn often within the original length tell neighbours apart: they stay
+        low, high, length = llama3
+        kept = np.clip((length * frequencies / (2 * math.pi) - low) / (high - low), 0, 1)
+    frequencies = ((1 - kept) * frequencies / factor + kept * frequencies).astype(dtype)
+    angles = positions[:, :, None, None].astype(dtype) * frequencies[None, None, None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)  # [B, T, 1, H/2]
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)  # [B, T, n, H/2] each
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
 
 
-def rotate(x, positions):
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34), base 10000.
-
-    x: [B, T, n, H] with H even (n heads: N or K), positions: integer [B, T] -> [B, T, n, H] in the dtype of x,
-    computed in float32 (or wider). Pair i, made of x[..., i] and x[..., i + H/2] (the paper pairs neighbours),
-    is turned by the angle positions * 10000^(-2i / H). A query and a key turned in this way have a dot product
-    that depends on the difference of positions only.
-    """
-    wide, H = jnp.promote_types(x.dtype, jnp.float32), x.shape[-1]
-    # Exponent, power and reciprocal are rounded one by one, as in the implementations whose weights we want to run: a
-    # last bit of a frequency, times position 1000, shows in the logits. NumPy, since XLA would round only the result.
-    exponents = (np.arange(0, H, 2) / H).astype(wide)
-    frequencies = 1 / (10000.0 ** exponents.astype(np.float64)).astype(wide)  # [H/2]
-    angles = positions[..., None] * frequencies  # [B, T, H/2]
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]  # [B, T, 1, H/2]
-    first, second = jnp.split(x.astype(wide), 2, axis=-1)  # [B, T, n, H/2] each
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def layer_fn(layer, x, attend):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Returns (x, whatever else `attend` returned).
-
-    layer: the parameters of one layer. x: [B, T, D]. attend(attention parameters, [B, T, D]) -> ([B, T, D],
-    more). Matrices are cast to x's dtype here, where they are used (scales of norms are not, since norms are computed
-    in float32): float32 parameters and a bfloat16 x make mixed precision.
-    """
-    weights, mlp = jax.tree.map(lambda w: w.astype(x.dtype), (layer["attention"], layer["mlp"]))
-    out, more = attend(weights, rms_norm(x, layer["attention_norm"]))
-    x = x + out
-    # B and T become one axis: the gradient of a weight sums over both, and to sum over two axes XLA transposes
-    # a [B, T, F] array first, for each weight.
-    h = rms_norm(x, layer["mlp_norm"]).reshape(-1, x.shape[-1])  # [B T, D]
-    # One product instead of two: the weights are copied out of the stack anyway, and side by side costs no more.
-    h = swiglu(h @ jnp.concatenate([mlp["w_gate"], mlp["w_up"]], axis=1))  # [B T, F]
-    return x + (h @ mlp["w_down"]).reshape(x.shape), more
-
-
-@jax.checkpoint  # stores only x for the backward pass and computes the rest again: cheaper than storing that too
+@jax.checkpoint  # keeps x alone for the backward pass: to compute the rest again is cheaper
 def swiglu(x):
-    """silu(gate) * up, [.., F], of x = gate and up side by side, [.., 2 F] (Shazeer 2020, arXiv:2002.05202)."""
+    """silu(gate) * up of x = gate and up side by side (Shazeer 2020, arXiv:2002.05202)."""
     gate, up = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
-# ---------------------------------------------------------------- the whole, for training
+def mlp(weights, x):
+    """silu(x w_gate) * (x w_up), times w_down: [B, T, D] -> [B, T, D]."""
+    # B and T become one axis: the gradient of a weight sums over both, and to sum over two axes XLA
+    # transposes a [B, T, F] array first, for each weight. One product is faster than two.
+    rows = x.reshape(-1, x.shape[-1])  # [B T, D]
+    gate_and_up = jnp.concatenate([weights["w_gate"], weights["w_up"]], axis=1)  # [D, 2 F]
+    return (swiglu(rows @ gate_and_up) @ weights["w_down"]).reshape(x.shape)
 
 
-def check_tokens(params, tokens):
-    """tokens as int32 [B, T]. One outside 0..V-1 is a ValueError; under jit it becomes V, read as NaN later."""
-    V, tokens = params["embedding"].shape[0], jnp.asarray(tokens)
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {list(tokens.shape)}")
-    tokens = tokens.astype(jnp.int32)  # uint8 has no room for V = 256
-    valid = (tokens >= 0) & (tokens < V)
-    if not isinstance(tokens, jax.core.Tracer) and not valid.all():
-        raise ValueError(f"tokens must lie in 0..{V - 1}, got {tokens[~valid][0]}")
-    return jnp.where(valid, tokens, V)  # for mode="fill", to which -1 is the last row
+def cast(layer, x):
+    """A layer with its matrices in x's dtype, where they are used; the norms' scales stay."""
+    return jax.tree.map(lambda w: w.astype(x.dtype) if w.ndim > 1 else w, layer)
 
 
-def embed(params, tokens, dtype):
-    """Rows of the embedding matrix [B, T, D]; NaN for a token that is out of range."""
-    x = jnp.asarray(params["embedding"]).at[check_tokens(params, tokens)].get(mode="fill", fill_value=jnp.nan)
-    return x.astype(dtype or x.dtype)
+def decoder_layer(layer, x, rotate, epsilon, implementation):
+    """One layer, [B, T, D] -> [B, T, D]: x + attention(norm(x)), then x + mlp(norm(x))."""
+    layer, h = cast(layer, x), rms_norm(x, layer["attention_norm"], epsilon)
+    x = x + attention.attention(layer["attention"], h, rotate=rotate, implementation=implementation)
+    return x + mlp(layer["mlp"], rms_norm(x, layer["mlp_norm"], epsilon))
 
 
-def project(params, x):
-    """Logits [B, T, V] of the last layer's x [B, T, D]: float32 (or wider) also where x is bfloat16."""
+def check_integers(name, values, shape, least, most):
+    """values as int32; what is not in least..most becomes most + 1 where code is compiled.
+
+    Elsewhere it is a ValueError, as are other dtypes and shapes (a letter stands for any size).
+    """
+    values = jnp.asarray(values)
+    sizes = tuple(n if isinstance(want, str) else want for want, n in zip(shape, values.shape))
+    if len(shape) != values.ndim or sizes != values.shape or values.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers {shape}, got {values.dtype} {values.shape}")
+    values = values.astype(jnp.int32)  # uint8 cannot be compared with 256
+    wrong = (values < least) | (values > most)
+    if not isinstance(wrong, jax.core.Tracer) and wrong.any():
+        at = tuple(np.argwhere(wrong)[0].tolist())
+        raise ValueError(f"{name} must lie in {least}..{most}, got {values[at]} at {list(at)}")
+    return jnp.where(wrong, most + 1, values)
+
+
+def embed(params, tokens, dtype=None):
+    """Rows of the embedding matrix, [B, T, D]; NaN for a token out of range."""
+    table = jnp.asarray(params["embedding"])
+    tokens = check_integers("tokens", tokens, ("B", "T"), 0, len(table) - 1)
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan).astype(dtype or table.dtype)
+
+
+def project(params, x, epsilon):
+    """Logits [B, T, V] of the last layer's x [B, T, D], in float32 or wider, whatever x is."""
+    rows = rms_norm(x, params["final_norm"], epsilon).reshape(-1, x.shape[-1])  # [B T, D]
+    output = params["output"] if "output" in params else params["embedding"].T  # [D, V]
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    rows = rms_norm(x, params["final_norm"]).reshape(-1, x.shape[-1])  # [B T, D], as in `layer_fn`
-    logits = jnp.matmul(rows, params["output"].astype(x.dtype), preferred_element_type=wide)  # [B T, V]
+    logits = jnp.matmul(rows, output.astype(x.dtype), preferred_element_type=wide)  # [B T, V]
     return logits.reshape(*x.shape[:2], logits.shape[-1])
 
 
-def decoder(params, tokens, *, implementation=None, remat=False, unroll=1, dtype=None):
-    """Logits [B, T, V], float32 (or wider): those at [:, t] are for the token after tokens[:, :t + 1].
+def decoder(params, tokens, *, rotate=rotate, epsilon=1e-5, implementation=None, remat=False,
+            unroll=1, dtype=None):
+    """Logits [B, T, V], float32 or wider: at [:, t] those of the token after tokens[:, :t + 1].
 
-    tokens: integer [B, T] in 0..V-1; others are a ValueError, but compiled code cannot raise: there the logits
-    of that row are NaN from that token on, and may be before it. implementation: as in attention.py. remat: keep only
-    the input of each layer for the backward pass and compute the rest of it again (memory for one layer instead
-    of L, about a third more arithmetic). unroll: layers per iteration of the scan; L of them run fastest, since
-    nothing is stacked for the backward pass, but compile time then grows with L. dtype: of the computation, say
-    jnp.bfloat16; None is that of the parameters, which stay as they are in any case.
+    tokens: integer [B, T] in 0..V-1. rotate, implementation: as in attention.py. remat: keep only
+    each layer's input for the backward pass and compute the rest again (a third more arithmetic).
+    unroll: layers per iteration of the scan; L of them run fastest, and compile longest. dtype: of
+    the computation, say jnp.bfloat16 (None: that of the parameters, which stay as they are).
     """
-    def attend(weights, x):
-        out = attention.attention(weights, x, is_causal=True, rotate=rotate, implementation=implementation)
-        return out, None
-
     def body(x, layer):
-        return layer_fn(layer, x, attend)
+        return decoder_layer(layer, x, rotate, epsilon, implementation), None
 
     body = jax.checkpoint(body) if remat else body
     # One iteration of the scan is compiled, whatever L is.
     x, _ = jax.lax.scan(body, embed(params, tokens, dtype), params["layers"], unroll=unroll)
-    return project(params, x)  # [B, T, V]
+    return project(params, x, epsilon)
 
 
 def loss_fn(params, batch, **options):
-    """Mean cross-entropy in nats per predicted token, and metrics {"loss", "tokens": their number}.
+    """(mean cross-entropy in nats per predicted token, {"loss": the same, "tokens": how many}).
 
-    batch: {"tokens": integer [B, T + 1], "mask": bool [B, T]}. mask[:, t] says whether the prediction of
-    tokens[:, t + 1] counts; where none does, loss and gradients are 0. What follows a row's last counted
-    token is padding and may hold anything. options: those of `decoder`. Log-probabilities and the mean are
-    float32 (or wider).
+    batch: {"tokens": integer [B, T + 1], "mask": bool [B, T]}; mask[:, t] says whether to count the
+    prediction of tokens[:, t + 1]. Where none counts, loss and gradients are 0. What follows a
+    row's last counted token is padding and may hold anything. options: those of `decoder`.
+    Gradients accumulated over batches (optax.MultiSteps) are right if all count equally many only.
     """
     tokens, mask = jnp.asarray(batch["tokens"]), jnp.asarray(batch["mask"])
-    if (tokens.ndim != 2 or mask.shape != (tokens.shape[0], tokens.shape[1] - 1) or mask.dtype != bool
-            or not jnp.issubdtype(tokens.dtype, jnp.integer)):
-        raise ValueError(f"expected integer tokens [B, T + 1] and a bool mask [B, T], got {tokens.dtype} "
-                         f"{list(tokens.shape)} and {mask.dtype} {list(mask.shape)}")
-    counted = mask[:, ::-1].cumsum(axis=1)[:, ::-1] > 0  # [B, T], True up to the last True of a row
-    inputs, targets = jnp.where(counted, tokens[:, :-1], 0), jnp.where(mask, tokens[:, 1:], 0)
-    logits = decoder(params, inputs, **options)  # [B, T, V]
-    targets, V = check_tokens(params, targets), logits.shape[-1]
-    losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(targets, V, dtype=logits.dtype))  # [B, T]
-    losses = jnp.where(targets < V, losses, jnp.nan)
+    if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or (
+            mask.shape != tokens[:, 1:].shape or mask.dtype != bool):
+        raise ValueError("expected integer tokens [B, T + 1] and a bool mask [B, T], got "
+                         f"{tokens.dtype} {tokens.shape} and {mask.dtype} {mask.shape}")
+    counted = mask[:, ::-1].cumsum(axis=1)[:, ::-1] > 0  # [B, T], True up to a row's last True
+    logits = decoder(params, jnp.where(counted, tokens[:, :-1], 0), **options)  # [B, T, V]
+    V, labels = logits.shape[-1], jnp.where(mask, tokens[:, 1:], 0)
+    labels = check_integers("labels", labels, ("B", "T"), 0, V - 1)
+    # -log softmax(logits)[label]: a sum of one term picks without a scatter in the backward pass,
+    # and without a one-hot array as large as the logits.
+    hit = jnp.arange(V, dtype=jnp.int32)[None, None] == labels[:, :, None]  # [B, T, V]
+    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.where(hit, logits, 0).sum(axis=-1)  # [B, T]
+    losses = jnp.where(labels < V, losses, jnp.nan)
     count = mask.sum()
-    loss = jnp.where(mask, losses, 0).sum() / jnp.maximum(count, 1)
+    loss = jnp.where(mask, losses, 0).sum() / jnp.maximum(count, 1).astype(losses.dtype)
     return loss, {"loss": loss, "tokens": count}
 
 
-# ---------------------------------------------------------------- the whole, for generation
-
+# ---------------------------------------------------------------- cache and generation
 
 def init_decoder_cache(params, batch_size, max_length, dtype=None):
-    """An empty cache for `cached_decoder`: attention.init_kv_cache with a leading axis L on every leaf.
-
-    {"k": [L, B, S, K, H], "v": as "k", "length": int32 [L, B]}, S = max_length. dtype: that of params by default.
-    """
+    """An empty {"k": [L, B, S, K, H], "v": as "k", "length": int32 [L, B]}, S = max_length."""
     L, _, K, H = params["layers"]["attention"]["wk"].shape
-    cache = attention.init_kv_cache(batch_size, max_length, K, H, dtype or params["embedding"].dtype)
+    dtype = dtype or params["embedding"].dtype  # of k and v
+    cache = attention.init_kv_cache(batch_size, max_length, K, H, dtype)
     return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], L, axis=0), cache)
 
 
-def cached_layers(params, tokens, cache, seq_lengths=None, dtype=None):
-    """(x [B, T, D] before the final norm, cache): the layers of `cached_decoder`."""
-    (B, S), T = cache["k"].shape[1:3], tokens.shape[-1]
-    lengths = jnp.full(B, T) if seq_lengths is None else jnp.asarray(seq_lengths)
-    if tokens.shape != (B, T) or lengths.shape != (B,) or not all(
-            jnp.issubdtype(x.dtype, jnp.integer) for x in (tokens, lengths)):
-        raise ValueError(f"expected integer tokens [{B}, T] and seq_lengths [{B}], to fit the cache, got "
-                         f"{tokens.dtype} {list(tokens.shape)} and {lengths.dtype} {list(lengths.shape)}")
-    lengths = lengths.astype(jnp.int32)  # a uint8 cannot be compared with T = 300
-    new_lengths = cache["length"][0] + lengths  # [B]; the lengths of all layers are alike
-    if not isinstance(new_lengths, jax.core.Tracer):
-        if ((lengths < 0) | (lengths > T)).any():
-            raise ValueError(f"seq_lengths must lie in 0..{T}, got {lengths.tolist()}")
-        if (new_lengths > S).any():
-            raise ValueError(f"the cache holds {S} tokens a row, these would make it {new_lengths.max()}")
-    tokens = jnp.where(jnp.arange(T) < lengths[:, None], tokens, 0)  # padding may hold anything
-
-    def body(carry, layer_and_number):  # carries the whole cache, which each layer writes to in place
-        (x, cache), (layer, number) = carry, layer_and_number
-        return layer_fn(layer, x, lambda weights, h: attention.cached_attention(
-            weights, h, cache, layer=number, seq_lengths=lengths, rotate=rotate)), None
-
-    layers_and_numbers = params["layers"], jnp.arange(cache["length"].shape[0])
-    # Four layers per iteration: for a single token an iteration's own work is not small beside a layer's.
-    (x, cache), _ = jax.lax.scan(body, (embed(params, tokens, dtype), cache), layers_and_numbers, unroll=4)
-    return x, cache
+def vary_like(examples, carry):
+    """carry + zeros made of the examples: in jax.shard_map it then differs by device as they do."""
+    # A loop's carry must differ by device from the start if it does in the end.
+    zero = sum(jnp.zeros_like(leaf, jnp.int32, ()) for leaf in jax.tree.leaves(examples))
+    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), carry)
 
 
-def cached_decoder(params, tokens, cache, *, seq_lengths=None, dtype=None):
-    """(logits [B, T, V], float32 or wider, cache): `decoder` for the next T tokens of rows that begin in `cache`.
+def cached_decoder(params, tokens, cache, *, seq_lengths=None, rotate=rotate, epsilon=1e-5,
+                   dtype=None):
+    """(logits [B, T, V], float32 or wider, cache): `decoder` for the next T tokens of each row.
 
-    tokens: integer [B, T]; a whole prompt, a chunk of it, or one token. seq_lengths: integer [B], how many of
-    the T are real (right-padded rows; logits of padding mean nothing). Rows may stand at different positions. A row
-    that would run past the cache's end, or a length outside 0..T, is a ValueError; compiled code cannot raise: there
-    that row's logits are NaN and its cache stays as it was. A T that exceeds the cache is a ValueError always. dtype:
-    as in `decoder`. cache may be donated.
+    tokens: integer [B, T], a whole prompt, a chunk of it, or one token. seq_lengths: integer [B] in
+    0..T, how many of them are real (padding is on the right; its logits mean nothing). Rows may be
+    at different positions. One that would run past the cache's end is a ValueError; compiled, it
+    gets NaN and keeps its cache. T > S is a ValueError always. cache may be donated.
     """
-    x, cache = cached_layers(params, jnp.asarray(tokens), cache, seq_lengths, dtype)
-    return project(params, x), cache
+    tokens, (L, B, S) = jnp.asarray(tokens), cache["k"].shape[:3]
+    if tokens.ndim != 2 or len(tokens) != B or tokens.shape[1] > S:
+        raise ValueError(f"the cache holds {B} rows of {S} tokens, got tokens {tokens.shape}")
+    T = tokens.shape[1]
+    lengths = jnp.full(B, T) if seq_lengths is None else seq_lengths
+    lengths = check_integers("seq_lengths", lengths, (B,), 0, T)
+    check_integers("lengths in the cache", cache["length"][0] + lengths, (B,), 0, S)
+    real = jnp.arange(T, dtype=jnp.int32)[None] < lengths[:, None]  # [B, T]
+    x = embed(params, jnp.where(real, tokens, 0), dtype)  # padding may hold anything
+
+    def body(carry, layer_and_number):  # carries the whole cache; each layer writes to it in place
+        (x, cache), (layer, number) = carry, layer_and_number
+        layer, h = cast(layer, x), rms_norm(x, layer["attention_norm"], epsilon)
+        out, cache = attention.cached_attention(
+            layer["attention"], h, cache, layer=number, seq_lengths=lengths, rotate=rotate)
+        x = x + out  # as in `decoder_layer`
+        return (x + mlp(layer["mlp"], rms_norm(x, layer["mlp_norm"], epsilon)), cache), None
+
+    layers = params["layers"], jnp.arange(L, dtype=jnp.int32)
+    unroll = 4 if T == 1 else 1  # an iteration's own work is not small beside one token's layer
+    (x, cache), _ = jax.lax.scan(body, (x, vary_like(x, cache)), layers, unroll=unroll)
+    return project(params, x, epsilon), cache
 
 
-def sample(logits, key, temperature, top_k):
-    """Tokens int32 [B] drawn from softmax(logits [B, V] / temperature), among the top_k likeliest if given."""
-    logits, choices = jax.lax.top_k(logits, top_k or logits.shape[-1])  # [B, k], largest first
-    chosen = jax.random.categorical(key, logits / temperature)  # [B]; of infinities it takes the first
-    return jnp.take_along_axis(choices, chosen[:, None], axis=1)[:, 0]
+def sample(logits, key=None, temperature=1.0, top_k=None, top_p=None):
+    """Tokens int32 [B] for logits [B, V]: without a key the likeliest, else drawn.
+
+    Drawn from softmax(logits / temperature), among the top_k likeliest, and of these among the
+    fewest that have a share of top_p together (Holtzman et al. 2020, arXiv:1904.09751). Where the
+    largest logit is not finite, or temperature or top_p make no sense, the token is -1.
+    """
+    largest = logits.max(axis=-1, keepdims=True)  # [B, 1]
+    if key is None:
+        finite = jnp.isfinite(largest[:, 0])
+        return jnp.where(finite, logits.argmax(axis=-1), -1).astype(jnp.int32)
+    temperature = jnp.asarray(temperature, logits.dtype)
+    divisor = jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
+    # Measured from the largest, which becomes 0: next to 0 a temperature then makes no inf - inf.
+    scaled, choices = jax.lax.top_k((logits - largest) / divisor, top_k or logits.shape[-1])
+    if top_p is not None:
+        shares = jax.nn.softmax(scaled)  # [B, k], largest first
+        likelier = shares.cumsum(axis=-1) - shares  # what all before have together
+        scaled = jnp.where(likelier < jnp.asarray(top_p, scaled.dtype), scaled, -jnp.inf)
+    chosen = jax.random.categorical(key, scaled)  # [B]
+    tokens = jnp.take_along_axis(choices, chosen[:, None], axis=1)[:, 0]
+    return jnp.where((scaled[:, 0] == 0) & (temperature >= 0), tokens, -1).astype(jnp.int32)
 
 
-def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, temperature=0.0, top_k=None):
+def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, temperature=0.0,
+             top_k=None, top_p=None, stop_token=None, rotate=rotate, epsilon=1e-5):
     """Continues each row of `prompt` by `num_tokens` tokens -> int32 [B, T + num_tokens].
 
-    prompt: integer [B, T], right-padded; prompt_lengths: integer [B], at least 1 (None: all T). A row's new
-    tokens stand directly after its own prompt, zeros after them. temperature 0 takes the most likely token;
-    above, tokens are drawn with `key`, among the `top_k` most likely if given. The cache has the dtype of the
-    parameters. One compiled call, compiled anew for another shape of prompt, num_tokens, top_k, and for greedy or
-    drawn. Wrong arguments are a ValueError before anything is computed; under jit the values of prompt and
-    prompt_lengths cannot be checked, and a row with wrong ones means nothing.
+    prompt: integer [B, T], padded on the right, never on the left. prompt_lengths: integer [B] in
+    1..T, how many are real. New tokens stand directly after a row's own prompt, zeros after them.
+    temperature 0 takes the likeliest token; above, they are drawn with `key` as `sample` says.
+    stop_token: an integer or several; a row that has produced one is filled up with it (which saves
+    no time). The cache has the parameters' dtype. One compiled call, made anew for other shapes,
+    num_tokens, top_k, rotate, epsilon, and for greedy or drawn. Wrong arguments are a ValueError at
+    once; those that compiled code cannot see, and logits not finite, make the row go on with -1.
     """
     prompt, V = jnp.asarray(prompt), params["embedding"].shape[0]
-    if prompt.ndim != 2 or 0 in prompt.shape or not jnp.issubdtype(prompt.dtype, jnp.integer):
-        raise ValueError(f"prompt must be integers [B, T] with at least one token a row, got {prompt.dtype} "
-                         f"{list(prompt.shape)}")
+    if prompt.ndim != 2 or 0 in prompt.shape:
+        raise ValueError(f"prompt must be [B, T] with at least one token each, got {prompt.shape}")
     B, T = prompt.shape
-    if not isinstance(num_tokens, numbers.Integral) or num_tokens < 1:
-        raise ValueError(f"num_tokens must be a whole number of at least 1, got {num_tokens}")
-    temperature = float(temperature)
-    greedy = temperature == 0
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
-    if temperature > 0 and key is None:
-        raise ValueError(f"temperature {temperature} draws at random: give key=jax.random.key(seed)")
-    if top_k is not None and (not isinstance(top_k, numbers.Integral) or not 1 <= top_k <= V):
-        raise ValueError(f"top_k must be a whole number in 1..{V}, got {top_k}")
-    lengths = jnp.full(B, T) if prompt_lengths is None else jnp.asarray(prompt_lengths)
-    if lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"prompt_lengths must be integers [{B}], got {lengths.dtype} {list(lengths.shape)}")
-    lengths = lengths.astype(jnp.int32)  # as in `cached_layers`
-    if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 1) & (lengths <= T)).all():
-        raise ValueError(f"prompt_lengths must lie in 1..{T}, got {lengths.tolist()}")
-    tokens = check_tokens(params, jnp.where(jnp.arange(T) < lengths[:, None], prompt, 0))
-    key, top_k = (None, None) if greedy else (key, top_k)  # not used, and no reason to compile anew
-    return generate_compiled(params, tokens, lengths, key, temperature, num_tokens=int(num_tokens),
-                             top_k=top_k and int(top_k), greedy=greedy)
+    check_integers("num_tokens", num_tokens, (), 1, 2**31 - 2 - T)
+    check_integers("top_k", V if top_k is None else top_k, (), 1, V)
+    for name, value, least, most in (("temperature", temperature, 0, 1e30),
+                                     ("top_p", 1 if top_p is None else top_p, 1e-9, 1)):
+        seen = not isinstance(value, jax.core.Tracer)
+        if np.ndim(value) != 0 or seen and not least <= float(value) <= most:
+            raise ValueError(f"{name} must be a number in {least}..{most}, got {value}")
+    if not isinstance(temperature, jax.core.Tracer) and float(temperature) == 0:
+        key = temperature = top_k = top_p = None  # not used, and no reason to compile anew
+    elif key is None:
+        raise ValueError(f"temperature {temperature} draws: give key=jax.random.key(seed)")
+    else:
+        temperature, top_p = jax.tree.map(jnp.float32, (temperature, top_p))  # of one type for jit
+    lengths = jnp.full(B, T) if prompt_lengths is None else prompt_lengths
+    lengths = check_integers("prompt_lengths", lengths, (B,), 1, T)
+    real = jnp.arange(T, dtype=jnp.int32)[None] < lengths[:, None]  # [B, T]
+    prompt = check_integers("prompt", jnp.where(real, prompt, 0), (B, T), 0, V - 1)
+    stop = np.zeros(0, int) if stop_token is None else jnp.ravel(jnp.asarray(stop_token))
+    stop = check_integers("stop_token", stop, ("n",), 0, V - 1)
+    return generate_compiled(params, prompt, lengths, key, temperature, top_p, stop, top_k=top_k,
+                             num_tokens=int(num_tokens), rotate=rotate, epsilon=epsilon)
 
 
-@functools.partial(jax.jit, static_argnames=("num_tokens", "top_k", "greedy"))
-def generate_compiled(params, prompt, lengths, key, temperature, *, num_tokens, top_k, greedy):
+@functools.partial(jax.jit, static_argnames=("num_tokens", "top_k", "rotate", "epsilon"))
+def generate_compiled(params, prompt, lengths, key, temperature, top_p, stop, *, num_tokens, top_k,
+                      rotate, epsilon):
     """What `generate` does once its arguments are checked."""
-    B, T = prompt.shape
-    rows = jnp.arange(B)
-
-    def choose(x, key):  # [B, D] -> [B]
-        logits = project(params, x[:, None])[:, 0]  # [B, V]
-        return logits.argmax(axis=-1).astype(jnp.int32) if greedy else sample(logits, key, temperature, top_k)
+    (B, T), rows = prompt.shape, jnp.arange(len(prompt), dtype=jnp.int32)
+    forward = functools.partial(cached_decoder, params, rotate=rotate, epsilon=epsilon)
 
     def step(carry, key):
-        token, cache = carry
-        x, cache = cached_layers(params, token[:, None], cache)
-        token = choose(x[:, 0], key)
-        return (token, cache), token
+        token, stopped, cache = carry
+        logits, cache = forward(token[:, None], cache)  # [B, 1, V]
+        token = jnp.where(stopped, token, sample(logits[:, 0], key, temperature, top_k, top_p))
+        stopped = stopped | (token[:, None] == stop[None]).any(axis=1)
+        return (token, stopped, cache), token
 
-    # Greedy reads no key: then they only give the scan its length.
-    keys = jnp.zeros(num_tokens) if greedy else jax.random.split(key, num_tokens)
-    # The last token is written out but never read, so the cache has no slot for it.
+    # First the prompt but for its last token, with which the loop begins. Logits that nobody uses
+    # are not computed. The last new token is not read, so the cache has no slot for it.
     cache = init_decoder_cache(params, B, T + num_tokens - 1)
-    x, cache = cached_layers(params, prompt, cache, lengths)  # prefill: [B, T, D]
-    first = choose(x[rows, lengths - 1], keys[0])  # logits of one position a row, not of all T
-    _, rest = jax.lax.scan(step, (first, cache), keys[1:])  # [num_tokens - 1, B]
-    new = jnp.concatenate([first[None], rest]).T  # [B, num_tokens]
+    _, cache = forward(prompt, cache, seq_lengths=lengths - 1)
+    last = prompt.at[rows, lengths - 1].get(mode="fill", fill_value=-1)
+    carry = vary_like((params["embedding"], prompt, key, temperature, top_p),
+                      (last, jnp.zeros(B, bool), cache))
+    keys = None if key is None else jax.random.split(key, num_tokens)
+    _, new = jax.lax.scan(step, carry, keys, num_tokens)  # [num_tokens, B]
     out = jnp.pad(prompt, ((0, 0), (0, num_tokens)))  # [B, T + num_tokens]
-    return out.at[rows[:, None], lengths[:, None] + jnp.arange(num_tokens)].set(new)
+    places = lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]  # [B, num_tokens]
+    return out.at[rows[:, None], places].set(new.T)
 
 
 # ---------------------------------------------------------------- weights from elsewhere
 
-LLAMA_LAYER_NAMES = {
-    "wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj",
-    "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj",
-    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+LLAMA_NAMES = {
+    "embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head",
+    "attention_norm": "input_layernorm", "wq": "self_attn.q_proj", "wk": "self_attn.k_proj",
+    "wv": "self_attn.v_proj", "wo": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
+    "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj"}
+LLAMA_VALUES = {  # of all that would change the numbers: what is supported, beside null
+    "model_type": ["llama", "mistral"], "hidden_act": ["silu"], "attention_bias": [False],
+    "mlp_bias": [False], "partial_rotary_factor": [1], "sliding_window": [], "num_experts": [],
+    "num_local_experts": [], "quantization_config": []}
+ROPE_NUMBERS = {"default": [], "linear": ["factor"], "llama3": [
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
 
 
-def from_llama(state, num_heads):
-    """Our parameters from a Llama state dict of Hugging Face's `transformers`, its values as NumPy arrays.
+def from_llama(state_dict, config):
+    """(params, options) of a Llama: its state dict {name: array} and the dict in its config.json.
 
-    Right for configurations with rms_norm_eps 1e-5, rope_theta 10000 without scaling, and silu, none of which a state
-    dict records; nor does it record the number of query heads, hence num_heads. Where there is no
-    lm_head.weight the output is tied to the embedding, and gets a copy. ValueError if a name is missing or
-    left over.
+    Arrays as NumPy has them (say, from safetensors.numpy.load_file) keep their dtypes. options, for
+    `decoder`, `cached_decoder`, `generate`: rotate and epsilon. Tied embeddings stay one array. A
+    ValueError, before anything is computed, names what in the config is missing or not supported,
+    or the first array that is missing, left over or of another shape.
     """
-    state = {name: value for name, value in state.items() if not name.endswith("rotary_emb.inv_freq")}
-    state.setdefault("lm_head.weight", state.get("model.embed_tokens.weight"))
-    layers = len({name.split(".")[2] for name in state if name.startswith("model.layers.")})
+    for name, values in LLAMA_VALUES.items():
+        if config.get(name) not in [None, *values]:
+            raise ValueError(f"config: {name} may be one of {values}, got {config[name]!r}")
+    names = ["vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size",
+             "num_attention_heads"]
+    if missing := [name for name in names if config.get(name) is None]:
+        raise ValueError(f"config: no {', '.join(missing)}")
+    V, L, D, F, N = (config[name] for name in names)
+    like = jax.eval_shape(lambda: init_decoder(
+        jax.random.key(0), vocab_size=V, num_layers=L, model_dim=D, mlp_dim=F, num_heads=N,
+        num_kv_heads=config.get("num_key_value_heads"), head_dim=config.get("head_dim")))
+    options = {"rotate": rope_from(config), "epsilon": config.get("rms_norm_eps", 1e-6)}
+    state = {name: value for name, value in state_dict.items() if "rotary_emb" not in name}
+    if config.get("tie_word_embeddings"):
+        del like["output"]
+        state.pop("lm_head.weight", None)
+    wanted = jax.eval_shape(to_llama, like)
+    for name in sorted(wanted | state):
+        got, want = (np.shape(side[name]) if name in side else None for side in (state, wanted))
+        if got != want:
+            raise ValueError(f"state dict: {name} has shape {got}, expected {want}")
 
-    def take(name):
-        if (array := state.pop(name, None)) is None:
-            raise ValueError(f"the state dict has no {name}")
-        return array.T  # a linear layer there is [out, in]
+    def take(path, leaf):
+        arrays = [np.asarray(state[name]) for name in llama_names(path, leaf)]
+        arrays = arrays if path[-1].key == "embedding" else [array.T for array in arrays]
+        return jnp.asarray(np.stack(arrays).reshape(leaf.shape))
 
-    def stack(name):
-        return jnp.stack([take(f"model.layers.{i}.{name}.weight") for i in range(layers)])
+    return jax.tree.map_with_path(take, like), options
 
-    params = {"embedding": jnp.asarray(take("model.embed_tokens.weight").T),
-              "output": jnp.asarray(take("lm_head.weight")),
-              "final_norm": jnp.asarray(take("model.norm.weight"))}
-    flat = {ours: stack(theirs) for ours, theirs in LLAMA_LAYER_NAMES.items()}
-    if state:
-        raise ValueError(f"the state dict has {min(state)}, for which there is no place here")
-    L, D, width = flat["wq"].shape
-    kv_width, H = flat["wk"].shape[2], width // max(num_heads, 1)
-    if num_heads < 1 or width != num_heads * H or H % 2 or kv_width % H or width % kv_width:
-        raise ValueError(f"{num_heads} heads do not fit projections of width {width} and {kv_width}")
-    heads = {name: flat.pop(name).reshape(L, D, -1, H) for name in ("wq", "wk", "wv")}
-    heads["wo"] = flat.pop("wo").reshape(L, num_heads, H, D)
-    mlp = {name: flat.pop(name) for name in ("w_gate", "w_up", "w_down")}
-    return {**params, "layers": {"attention": heads, "mlp": mlp, **flat}}
+
+def rope_from(config):
+    """`rotate` with the base and scaling of a config, which has them in one of two spellings."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    unknown = rope.keys() - {"rope_type", "type", "rope_theta", *ROPE_NUMBERS["llama3"]}
+    if kind not in ROPE_NUMBERS or unknown:
+        raise ValueError(f"config: rope may be one of {ROPE_NUMBERS}, got {rope}")
+    rope = {"original_max_position_embeddings": config.get("max_position_embeddings"), **rope}
+    scaling = tuple(rope.get(name) for name in ROPE_NUMBERS[kind])
+    if None in scaling:
+        raise ValueError(f"config: {kind} rope needs {ROPE_NUMBERS[kind]}, got {rope}")
+    base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return functools.partial(rotate, base=float(base), scaling=scaling or None)
+
+
+def llama_names(path, leaf):
+    """Llama's names of the leaf at a path of our tree: one for each layer, which it keeps apart."""
+    name = LLAMA_NAMES[path[-1].key] + ".weight"
+    return [f"model.layers.{i}.{name}" for i in range(len(leaf))] if len(path) > 1 else [name]
 
 
 def to_llama(params):
-    """The inverse of `from_llama`: a state dict of NumPy arrays."""
-    params = jax.tree.map(np.asarray, params)
-    layers = params["layers"]
-    flat = {**layers["attention"], **layers["mlp"], **layers}
-    D = params["final_norm"].shape[0]
-    state = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["final_norm"],
-             "lm_head.weight": params["output"].T}
-    for ours, theirs in LLAMA_LAYER_NAMES.items():
-        for i, array in enumerate(flat[ours]):
-            if array.ndim == 3:
-                array = array.reshape((-1, D) if ours == "wo" else (D, -1))  # [N H, D] or [D, N H]
-            state[f"model.layers.{i}.{theirs}.weight"] = array.T
+    """The inverse of `from_llama`: a state dict of NumPy arrays; linear layers are [out, in]."""
+    state = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        ours = path[-1].key
+        leaf = leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)  # for eval_shape
+        for name, array in zip(llama_names(path, leaf), leaf if len(path) > 1 else leaf[None]):
+            if array.ndim == 3:  # heads and head dimension become one axis
+                array = array.reshape((-1, array.shape[2]) if ours == "wo" else (len(array), -1))
+            state[name] = array if ours == "embedding" else array.T
     return state
 
 
 # ---------------------------------------------------------------- the main job
 
+RECIPE = {  # flag: (default, meaning); chosen on the last tenth of the training text
+    "steps": (1500, "training steps"), "batch_size": (4, "windows per step, over all devices"),
+    "length": (512, "bytes per window"), "layers": (4, "layers"), "model_dim": (128, "their width"),
+    "heads": (2, "query heads"), "kv_heads": (1, "key/value heads"),
+    "learning_rate": (0.02, "Muon's, at its peak"), "weight_decay": (0.3, "of layers' matrices"),
+    "seed": (0, "of all that is drawn"), "text": ("", "file to train on, for Python's manual")}
+
 
 def make_muon(learning_rate, weight_decay):
-    """Muon for the matrices of the layers, Adam for the embedding, the output and the norms' scales.
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for the layers' matrices.
 
-    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) makes each matrix's averaged gradient
-    orthogonal before it takes a step, so that all directions are learned at one pace. It wants to know which
-    axes are a matrix's input and which its output; the leading L counts matrices. learning_rate: a schedule;
-    Adam gets a fifth of it. Only what Muon updates is decayed.
+    Adam, at a fifth of the rate, a schedule, for the rest. AdamW alone: 6 % more bits per byte.
     """
-    sides = optax.contrib.MuonDimensionNumbers  # (input axes, output axes)
-    to_heads = sides(1, (2, 3))
-    axes = {"embedding": None, "output": None, "final_norm": None,
-            "layers": {"attention": {"wq": to_heads, "wk": to_heads, "wv": to_heads, "wo": sides((1, 2), 3)},
-                       "mlp": sides(1, 2), "attention_norm": None, "mlp_norm": None}}
-    return optax.contrib.muon(learning_rate, weight_decay=weight_decay, muon_weight_dimension_numbers=axes,
-                              adam_learning_rate=lambda step: learning_rate(step) / 5, adam_b2=0.95)
+    sides = optax.contrib.MuonDimensionNumbers  # axes in, axes out; the leading L counts matrices
+    heads = sides(1, (2, 3))
+    axes = {"embedding": None, "output": None, "final_norm": None, "layers": {
+        "attention": {"wq": heads, "wk": heads, "wv": heads, "wo": sides((1, 2), 3)},
+        "mlp": sides(1, 2), "attention_norm": None, "mlp_norm": None}}
+    return optax.contrib.muon(
+        learning_rate, weight_decay=weight_decay, muon_weight_dimension_numbers=axes,
+        adam_learning_rate=lambda step: learning_rate(step) / 5, adam_b2=0.95)
 
 
 def documentation():
-    """The text to train on, uint8 [bytes]: Python's help() topics in alphabetical order, newlines between."""
+    """Python's help() topics in alphabetical order, newlines between: bytes."""
     from pydoc_data.topics import topics
-    return np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def training_batch(text, batch_size, length, seed, step):
-    """The batch of a step, the same whenever (seed, step) is: windows of length + 1 bytes from anywhere."""
+    """The batch of a step, a function of (seed, step): windows of length + 1 bytes anywhere."""
     starts = np.random.default_rng([seed, step]).integers(0, len(text) - length, batch_size)
     tokens = text[starts[:, None] + np.arange(length + 1)]  # [B, T + 1]
     return {"tokens": tokens, "mask": np.ones((batch_size, length), bool)}
 
 
 def evaluation_windows(text, start, length):
-    """W windows, each a batch of one, that together predict every byte of text[start:] once, in order.
+    """W batches of one that predict each byte of text[start:] once, in order; length < start.
 
-    {"tokens": [W, 1, length + 1], "mask": [W, 1, length]}. Windows slide by length / 4, and only their last quarter
-    counts: each byte is predicted from at least the 3/4 length bytes before it, at first from before `start`.
-    ValueError if there are less than `length` of those, or nothing to predict.
+    {"tokens": [W, 1, length + 1], "mask"}. They slide by a quarter, and only what is new counts.
     """
-    if not 1 <= length <= start < len(text):
-        raise ValueError(f"expected 1 <= length <= start < {len(text)}, got length {length}, start {start}")
-    stride = math.ceil(length / 4)
-    number = np.arange(math.ceil((len(text) - start) / stride))[:, None, None]  # [W, 1, 1]
-    index = start + number * stride + np.arange(stride - length - 1, stride)  # [W, 1, length + 1]
-    mask = (np.arange(length) >= length - stride) & (index[..., 1:] < len(text))  # [W, 1, length]
-    return {"tokens": text[np.minimum(index, len(text) - 1)], "mask": mask}
+    edges = np.append(np.arange(start, len(text), math.ceil(length / 4)), len(text))
+    tokens = text[edges[1:, None] + np.arange(-length - 1, 0)]  # [W, length + 1]
+    mask = np.arange(length) >= length - np.diff(edges)[:, None]  # [W, length]
+    return {"tokens": tokens[:, None], "mask": mask[:, None]}
 
 
-def held_out_bits(params, windows, learning_rate=0.0):
-    """Bits per byte on `evaluation_windows`, predicted one after the other and each then learned from.
-
-    A compressor too learns from what it has read. Here one step of plain SGD does: dynamic evaluation (Krause
-    et al. 2018, arXiv:1709.07432). With learning rate 0 the parameters stay as they are; the caller's do in any
-    case. Returns a float.
-    """
-    def body(params, window):
-        _, metrics = loss_fn(params, window)  # first predict: the counted bytes have not been learned from
-        if learning_rate:  # then learn from the whole window, so from its context once more
-            everything = {**window, "mask": jnp.ones_like(window["mask"])}
-            grads = jax.grad(loss_fn, has_aux=True)(params, everything)[0]
-            params = jax.tree.map(lambda w, g: w - learning_rate * g, params, grads)
-        return params, metrics
-
-    _, metrics = jax.lax.scan(body, params, windows)
-    loss, tokens = np.asarray(metrics["loss"], np.float64), np.asarray(metrics["tokens"])  # [W]
-    return float(np.average(loss, weights=tokens) / math.log(2))
+def held_out_bits(params, windows):
+    """Bits per byte on `evaluation_windows`, a float."""
+    metrics = jax.lax.map(lambda window: loss_fn(params, window)[1], windows)
+    nats = np.average(np.asarray(metrics["loss"], float), weights=metrics["tokens"])
+    return float(nats / math.log(2))
 
 
-def compressed_bits(text, start):
-    """Bits per byte two compressors need for text[start:] after the rest: size(all) - size(before)."""
-    sizes = {"xz -9": lambda data: len(lzma.compress(data, preset=9)),
-             "bz2 -9": lambda data: len(bz2.compress(data, 9))}
-    return {name: 8 * (size(text) - size(text[:start])) / (len(text) - start) for name, size in sizes.items()}
+def train(args, init, text, devices):
+    """The parameters after args.steps steps on text, from init() or the newest checkpoint on."""
+    import checkpoint
+    import data
+    import minijax_train
+    rate = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, args.steps // 10, args.steps)
+    optimizer = make_muon(rate, args.weight_decay)
+    step = minijax_train.make_train_step(functools.partial(loss_fn, unroll=4), optimizer)
+    train_steps = jax.jit(minijax_train.make_train_steps(step), donate_argnums=(0, 1))
+    replicated, _, by_step = minijax_train.shardings(devices, args.batch_size)
+    state = jax.jit(lambda: minijax_train.init_state(init(), optimizer), out_shardings=replicated)()
+    settings = {name: getattr(args, name) for name in RECIPE}
+    state, save = checkpoint.start_or_resume(
+        args.checkpoint_dir, {**state, "step": 0}, settings, args.resume)
+    batches = (training_batch(text, args.batch_size, args.length, args.seed, step)
+               for step in range(state["step"], args.steps))
+    intervals = data.to_device(data.stack(batches, args.log_every), by_step)
+
+    def report(step, metrics, seconds):
+        bits, speed = metrics["loss"].mean() / math.log(2), metrics["tokens"].sum() / seconds
+        print(f"step {step:6}  {bits:.4f} bits per byte  {speed:9,.0f} tokens/s", flush=True)
+
+    return minijax_train.train_loop(train_steps, state, intervals, report, save)["params"]
+
+
+def run(args):
+    """Trains, unless that is done, and writes: {"bits_per_byte" if trained, "written": bytes}."""
+    import checkpoint
+    import minijax_train
+    devices = minijax_train.find_devices()
+    saved = {"settings": {name: default for name, (default, _) in RECIPE.items()}, "step": -1}
+    newest = checkpoint.latest_checkpoint(args.checkpoint_dir) if args.resume else None
+    if newest:
+        saved = checkpoint.load_checkpoint(newest, saved, partial=True)
+    args = argparse.Namespace(**{**saved["settings"], **vars(args)})  # flags that are given win
+    text = checkpoint.expand_home(args.text).read_bytes() if args.text else documentation()
+    text, start = np.frombuffer(text, np.uint8), len(text) - len(text) // 10  # a tenth is held out
+    if not args.length < start < len(text):
+        raise ValueError(f"{len(text)} bytes of text are too few for --length {args.length}")
+    prompt = np.frombuffer((args.prompt or "").encode(), np.uint8)
+    prompt = prompt if len(prompt) else text[start:start + args.length // 4 + 1]
+    init = functools.partial(
+        init_decoder, jax.random.key(args.seed), vocab_size=256, num_layers=args.layers,
+        model_dim=args.model_dim, num_heads=args.heads, num_kv_heads=args.kv_heads)
+    result = {}
+    if saved["step"] == args.steps:  # the model is there, so its optimizer is not asked for
+        like = {"params": jax.eval_shape(init)}
+        params = checkpoint.load_checkpoint(newest, like, partial=True)["params"]
+    else:
+        params = train(args, init, text[:start], devices)
+        windows = evaluation_windows(text, start, args.length)
+        result["bits_per_byte"] = held_out_bits(params, windows)
+        print(f"held-out bits per byte: {result['bits_per_byte']:.4f}")
+    key = jax.random.fold_in(jax.random.key(args.seed), 1)  # not that of the parameters
+    tokens = generate(params, prompt[None], args.tokens, key=key, temperature=args.temperature,
+                      top_k=args.top_k, top_p=args.top_p)
+    result["written"] = np.asarray(tokens[0, len(prompt):]).astype(np.uint8).tobytes()
+    for name, part in ("given", prompt.tobytes()), ("written", result["written"]):
+        print(f"--- {name}:\n{part.decode(errors='replace')}")
+    return result
 
 
 def main(argv=None):
-    """Trains, evaluates and writes as the flags say (see --help).
-
-    Returns the held-out bits per byte of {"model", "model, learning as it reads", "xz -9", "bz2 -9"}. A user's
-    mistake ends in SystemExit with one line.
-    """
-    import minijax_train  # here and nowhere else: the model needs attention.py only
-
-    parser = argparse.ArgumentParser(
-        prog="decoder.py", description="Train a byte-level language model on Python's own documentation.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add, number = parser.add_argument, minijax_train.number
-    count = number(int, 1, 2**31 - 1)
-    add("--steps", type=count, default=1500)
-    add("--batch-size", type=count, default=4, help="windows per step, over all devices")
-    add("--length", type=number(int, 4, 2**31 - 1), default=512, help="bytes of text per window")
-    add("--layers", type=count, default=4)
-    add("--model-dim", type=count, default=128)
-    add("--heads", type=count, default=2, help="query heads")
-    add("--kv-heads", type=count, default=1, help="key/value heads")
-    add("--learning-rate", type=number(float, 0), default=0.02,
-        help="Muon's, peak of the schedule: linear warm-up over a tenth of the steps, then cosine decay to 0")
-    add("--weight-decay", type=number(float, 0), default=0.3, help="of the layers' matrices, times the rate")
-    add("--seed", type=number(int, 0, 2**32 - 1), default=0,
-        help="of initial parameters, windows and the sample")
-    add("--log-every", type=count, default=50, metavar="STEPS",
-        help="steps per interval: per line, compiled call and checkpoint")
-    add("--checkpoint-dir", metavar="DIR", help="save the state here after every interval; newest 3 kept")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir")
-    return minijax_train.command_line(parser, functools.partial(run, minijax_train), argv)
-
-
-def run(minijax_train, args):
-    """What `main` does once the command line is read. minijax_train: the module, since only `main` may import it."""
-    devices = minijax_train.find_devices()
-    print(f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), jax {jax.__version__}")
-    if args.batch_size % len(devices):
-        raise ValueError(f"--batch-size {args.batch_size} cannot be shared evenly by {len(devices)} devices")
-    text = documentation()
-    start = len(text) - len(text) // 10  # the last tenth is held out
-    train = text[:start]
-    if args.length >= start:
-        raise ValueError(f"--length {args.length} is not less than the {start} bytes of training text")
-    interrupted = minijax_train.note_interrupts()
-    mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())  # whole, on every device
-    by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "batch"))  # [steps, B, ...]
-
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, args.steps // 10, args.steps)
-    optimizer = make_muon(schedule, args.weight_decay)
-    loss = functools.partial(loss_fn, unroll=4)
-    train_step = minijax_train.make_train_step(loss, optimizer)  # the step that trains the classifier there
-    train_steps = jax.jit(minijax_train.make_train_steps(train_step), donate_argnums=(0, 1))
-
-    @functools.partial(jax.jit, out_shardings=replicated)
-    def init():
-        params = init_decoder(jax.random.key(args.seed), vocab_size=256, num_layers=args.layers,
-                              model_dim=args.model_dim, num_heads=args.heads, num_kv_heads=args.kv_heads)
-        return {"params": params, "opt_state": optimizer.init(params)}
-
-    state, save = {**init(), "step": 0}, None
-    if args.checkpoint_dir:
-        names = "seed", "steps", "batch_size", "length", "learning_rate", "weight_decay"
-        settings = {**{name: getattr(args, name) for name in names}, "text": zlib.crc32(text)}
-        state, save = minijax_train.checkpointing(args.checkpoint_dir, settings, state, args.resume,
-                                                  interrupted)
-        if args.resume:
-            step = state["step"]
-            print(f"going on from step {step}" if step else "nothing to resume: starting afresh")
-    count = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
-    print(f"{count:,} parameters; {start:,} bytes to train on, {len(text) - start:,} held out")
-
-    def intervals():
-        for first in range(state["step"], args.steps, args.log_every):
-            steps = range(first, min(first + args.log_every, args.steps))
-            batches = [training_batch(train, args.batch_size, args.length, args.seed, s) for s in steps]
-            yield jax.device_put(jax.tree.map(lambda *leaves: np.stack(leaves), *batches), by_row)
-
-    def report(step, metrics, seconds):
-        loss = metrics["loss"].mean()
-        print(f"step {step:6}  loss {loss:.4f} nats = {loss / math.log(2):.4f} bits per byte  "
-              f"{metrics['tokens'].sum() / seconds:9,.0f} tokens/s", flush=True)
-        if interrupted and not save:  # with a checkpoint folder `save` raises it, once it has saved
-            raise KeyboardInterrupt
-
-    state = minijax_train.interval_loop(train_steps, state, intervals(), report, save)
-    params = state["params"]
-
-    windows = evaluation_windows(text, start, args.length)
-    result = {"model": held_out_bits(params, windows),
-              "model, learning as it reads": held_out_bits(params, windows, 0.05),
-              **compressed_bits(text.tobytes(), start)}
-    print("held-out bits per byte: " + ", ".join(f"{name} {bits:.4f}" for name, bits in result.items()))
-    prompt = text[None, start:start + args.length // 4]
-    room = args.length - prompt.shape[1]
-    key = jax.random.fold_in(jax.random.key(args.seed), 1)  # not the key that the parameters were drawn with
-    written = generate(params, prompt, room, key=key, temperature=0.7)
-    prompt, written = prompt[0].tobytes(), np.asarray(written[0, prompt.shape[1]:]).astype(np.uint8).tobytes()
-    print(f"--- given:\n{prompt.decode(errors='replace')}\n--- written:\n{written.decode(errors='replace')}")
-    return result
+    """The command line, see --help. Returns what `run` returns."""
+    from minijax_train import command_line, number
+    parser = argparse.ArgumentParser(prog="decoder.py", description="A language model of bytes.")
+    add, count = parser.add_argument, number(int, 1, 2**31 - 1)
+    for name, (default, meaning) in RECIPE.items():
+        least = 0 if name in ("learning_rate", "weight_decay", "seed") else 1
+        kind = str if name == "text" else number(type(default), least, 2**31 - 1)
+        add("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, metavar="X",
+            help=f"{meaning} ({default})")
+    add("--log-every", type=count, default=50, metavar="X", help="steps per line and save (50)")
+    add("--prompt", metavar="TEXT", help="what to go on from, for the start of the held-out text")
+    add("--tokens", type=count, default=384, metavar="N", help="bytes to write (384)")
+    add("--temperature", type=number(float, 0, 1e30), default=0.7, metavar="X", help="(0.7)")
+    add("--top-k", type=number(int, 1, 256), metavar="K", help="draw among the K likeliest bytes")
+    add("--top-p", type=number(float, 1e-9, 1), metavar="P", help="among the likeliest, together P")
+    add("--checkpoint-dir", metavar="DIR", help="save here after every interval; newest 3 are kept")
+    add("--resume", action="store_true", help="go on from the newest checkpoint; if done, write")
+    return command_line(parser, run, argv)
 
 
 if __name__ == "__main__":
