@@ -142,7 +142,7 @@ def measure_train(args):
 
 def program(call, *functions):
     """The command that runs `call` with these functions' sources: a peer does not import JAX."""
-    head = ("import argparse, math, os, sys; import numpy as np; "
+    head = ("import argparse, os, sys; import numpy as np; "
             f"sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})")
     return [sys.executable, "-c", "\n".join([head, *map(inspect.getsource, functions), call])]
 
@@ -232,7 +232,7 @@ def pytorch(layers, x, y, steps, recipe):
     optimizer = torch.optim.AdamW(model.parameters(), recipe["learning_rate"], betas=(0.9, 0.95),
                                   weight_decay=recipe["weight_decay"], fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
-        step / warmup, 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / (steps - warmup))))
+        step / warmup, 0.5 + 0.5 * np.cos(np.pi * (step - warmup) / (steps - warmup))))
     loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
 
     def train_epoch(rows):

@@ -9,6 +9,7 @@ MHA, GQA and MQA agree in shape, cuDNN agrees with naive. Expected values come f
 float64 or from arithmetic by hand, never from the function under test, save where a property is
 that two ways to call it agree.
 """
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -25,6 +26,7 @@ os.environ["XLA_FLAGS"] = " ".join([
 
 import jax
 import jax.numpy as jnp
+import jax.test_util
 import numpy as np
 import optax
 import optax.contrib
