@@ -91,9 +91,9 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     GPU where it can run this and there is no bias or mask, else blockwise, or xla for a bias.
 
     A query that sees no key gets exactly 0 and passes no gradient (jax.nn: the mean of all values).
-    It, and keys and values that no query sees, may hold anything, NaN included. Second derivatives
-    in both orders work with all but "cudnn", jvp with "naive" and "xla". ValueError for what does
-    not fit, and for what a named implementation cannot do.
+    It, and keys and values that no query sees, may hold anything, NaN included. Second derivatives,
+    in both orders, want "naive", "xla" or "blockwise", jvp "naive" or "xla". ValueError for what
+    does not fit, and for what a named implementation cannot do.
     """
     implementations = {"naive": naive, "xla": xla, "blockwise": blockwise, "cudnn": cudnn}
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
