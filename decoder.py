@@ -163,6 +163,7 @@ def decoder(params, tokens, *, rotate=rotate, epsilon=1e-5, implementation=None,
     each layer's input for the backward pass and compute the rest again (a third more arithmetic).
     unroll: layers per iteration of the scan; L of them run fastest, and compile longest. dtype: of
     the computation, say jnp.bfloat16 (None: that of the parameters, which stay as they are).
+    A mesh wants Auto axes: under Explicit ones JAX refuses the embedding's gather.
     """
     def body(x, layer):
         return decoder_layer(layer, x, rotate, epsilon, implementation), None

@@ -295,6 +295,21 @@ def test_steps_are_pure_and_equal_float64(params, batches):
     assert_trees_close((state[0], losses), expected, atol=1e-5)
 
 
+accumulated = optax.MultiSteps(optax.sgd(0.5), 2)
+accumulated_steps = jax.jit(train.make_train_steps(
+    train.make_train_step(train.loss_fn, accumulated)))
+
+
+@given(params=layers_of((3, 4)), batches=batches_of((3, 4), 2, 4))
+def test_accumulation_over_equal_counts_is_the_whole_batch(params, batches):
+    """Two batches of as many real rows, through optax.MultiSteps, move the parameters as all rows
+    in one batch do (case P09). Catches gradients that are sums."""
+    batches = {**batches, "mask": np.ones((2, 4), bool)}
+    after, _, _ = accumulated_steps(params, accumulated.init(params), batches)
+    whole = jax.tree.map(lambda leaf: leaf.reshape(8, *leaf.shape[2:]), batches)
+    assert_trees_close(after, sgd_loop(params, [whole])[0], atol=1e-5)
+
+
 @pytest.mark.parametrize("setting", [
     lambda: jax.numpy_dtype_promotion("strict"), lambda: jax.debug_nans(True),
     lambda: jax.enable_x64(True)])
