@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import attention
+import attention  # all siblings: this file measures them and does nothing without
 import data
 import decoder
 import minijax_train
@@ -182,6 +182,7 @@ def main_job(make, path, recipe):
 
 
 def flax_nnx(layers, x, y, steps, recipe):
+    """The main job in Flax NNX, for `main_job`."""
     import jax
     import optax
     from flax import nnx
@@ -205,6 +206,7 @@ def flax_nnx(layers, x, y, steps, recipe):
 
 
 def keras_fit(layers, x, y, steps, recipe):
+    """The main job in Keras on JAX, for `main_job`."""
     os.environ["KERAS_BACKEND"] = "jax"
     import keras
     warmup, targets = steps // 10, keras.utils.to_categorical(y, 10)
@@ -223,6 +225,7 @@ def keras_fit(layers, x, y, steps, recipe):
 
 
 def pytorch(layers, x, y, steps, recipe):
+    """The main job in PyTorch, for `main_job`."""
     import torch
     torch.manual_seed(recipe["seed"])
     torch.set_default_device(recipe["device"])
