@@ -23,7 +23,9 @@ import tracemalloc
 from pathlib import Path
 from unittest import mock
 
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# As in test_props.py, which pytest imports after this file and before the first test of either.
+os.environ["XLA_FLAGS"] = ("--xla_force_host_platform_device_count=2 "
+                           "--xla_backend_optimization_level=0")
 COMPILED = tempfile.TemporaryDirectory()  # what one run has compiled, others and children load
 os.environ |= {"JAX_COMPILATION_CACHE_DIR": COMPILED.name,
                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -401,7 +403,7 @@ def test_a_tilde_is_a_home_or_an_error(tmp_path, monkeypatch):
     assert checkpoint.load_checkpoint(tmp_path / "c.npz", BATCH)["n"] == 4
 
 
-STATE = {"params": {"w": np.ones(2)}, "step": 4, "key": jax.random.key(7), "ema": 0.5}
+STATE = {"params": {"w": np.ones(2)}, "step": 4, "ema": 0.5}
 SETTINGS = {"seed": 3, "learning_rate": 0.002, "data": "books"}
 
 
@@ -409,11 +411,12 @@ def test_everything_in_the_state_comes_back(tmp_path):
     """Keys, averages and the step as an int (case L03); without a folder nothing is saved.
     Catches what else the state holds lost."""
     assert checkpoint.start_or_resume(None, STATE, SETTINGS, True) == (STATE, None)
-    state, save = checkpoint.start_or_resume(tmp_path / "a" / "b", STATE, SETTINGS, True)
-    assert state is STATE
+    fresh = {**STATE, "key": jax.random.key(7)}
+    state, save = checkpoint.start_or_resume(tmp_path / "a" / "b", fresh, SETTINGS, True)
+    assert state is fresh
     save({**STATE, "step": 9, "ema": 0.25, "key": jax.random.key(8)})
-    state, _ = checkpoint.start_or_resume(tmp_path / "a" / "b", STATE, SETTINGS, True)
-    assert state.keys() == STATE.keys() and type(state["step"]) is int and state["step"] == 9
+    state, _ = checkpoint.start_or_resume(tmp_path / "a" / "b", fresh, SETTINGS, True)
+    assert state.keys() == fresh.keys() and type(state["step"]) is int and state["step"] == 9
     assert state["ema"] == 0.25 and jax.random.key_data(state["key"])[1] == 8
     with pytest.raises(TypeError, match="settings"):
         checkpoint.start_or_resume(tmp_path, {**STATE, "settings": 1}, SETTINGS, True)
