@@ -3,9 +3,6 @@
 
     out = dot_product_attention(query, key, value, is_causal=True)  # [B, T, N, H]
 
-Read it from the top: attention as on paper, one function in front of four ways to compute it, the
-fused way, the layer, the cache, and last what cuDNN asks for and what is refused.
-
 Axes, as in JAX's documentation: B batch, T query length, S key/value length, N query heads, K
 key/value heads, G = N // K, H head dimension, D model dimension. Query head n reads key/value head
 n // G: multi-head attention (MHA) is K = N, multi-query (MQA, Shazeer 2019, arXiv:1911.02150) is
@@ -14,7 +11,6 @@ K = 1, grouped-query (GQA, Ainslie et al. 2023, arXiv:2305.13245) is everything 
 import functools
 import importlib.util
 import math
-import numbers
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +23,12 @@ HIDDEN = -1e30  # the score of a key that may not be seen: finite, since inf - i
 def visible(rows, cols, mask, lengths, window):
     """Which queries `rows` [t] see which keys `cols` [s]: bool [b, n, t, s], b B or 1, n N or 1.
 
-    mask: None or bool for these rows and columns. lengths: of queries and of keys, int32 [B] or
-    None. window: (left, right), query i sees keys i - left .. i + right, None: without end.
+    mask: for these rows and columns. lengths: of queries, of keys, int32 [B]. window: (left,
+    right), query i sees keys i - left .. i + right. Each of these may be None, which hides nothing.
     """
     (query_lengths, key_lengths), (left, right) = lengths, window
     rows, cols = rows[None, None, :, None], cols[None, None, None, :]
-    seen = jnp.ones((1, 1, rows.size, cols.size), bool)
-    if mask is not None:
-        seen &= mask
+    seen = jnp.ones((1, 1, rows.size, cols.size), bool) & (True if mask is None else mask)
     if query_lengths is not None:
         seen &= rows < query_lengths[:, None, None, None]
     if key_lengths is not None:
@@ -47,22 +41,23 @@ def visible(rows, cols, mask, lengths, window):
 
 
 def naive(query, key, value, bias, mask, lengths, window, scale):
-    """softmax(query key^T * scale + bias) value as on paper; holds all the scores, [B, N, T, S].
+    """softmax(query key^T * scale + bias) value; holds all the scores, [B, N, T, S].
 
-    (Vaswani et al. 2017, arXiv:1706.03762, eq. 1.) A query that sees no key gets the mean of all
-    values here; `dot_product_attention` makes it 0.
+    (Vaswani et al. 2017, arXiv:1706.03762, eq. 1.) A query without keys gets the values' mean.
     """
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    query = query.reshape(B, T, K, N // K, H)  # [B, T, K, G, H]
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", query, key, preferred_element_type=wide)
-    scores = scores.reshape(B, N, T, S) * jnp.asarray(scale, wide)
-    if bias is not None:
-        scores += bias.astype(wide)
+    query = query.reshape(B, T, K, N // K, H).transpose(0, 2, 4, 3, 1)  # [B, K, H, G, T]
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)  # [B, K, S, H]
+    # The keys first, and all queries of a group in one product: the fastest order for one query.
+    scores = jnp.matmul(key, query.reshape(B, K, H, -1), preferred_element_type=wide)
+    scores = scores.swapaxes(2, 3).reshape(B, K, N // K, T, S).reshape(B, N, T, S)
+    scores = scores * jnp.asarray(scale, wide) + (0 if bias is None else bias.astype(wide))
     seen = visible(positions(T), positions(S), mask, lengths, window)
     weights = jax.nn.softmax(jnp.where(seen, scores, HIDDEN), axis=-1).astype(value.dtype)
-    weights = weights.reshape(B, K, N // K, T, S)  # [B, K, G, T, S]
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(B, T, N, H)
+    weights = weights.reshape(B, K, N // K, T, S).reshape(B, K, -1, S)  # [B, K, G T, S]
+    out = (weights @ value).reshape(B, K, N // K, T, H).reshape(B, N, T, H)
+    return out.swapaxes(1, 2)
 
 
 def positions(n):
@@ -76,7 +71,7 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
                           local_window_size=None, implementation=None):
     """softmax(query key^T * scale + bias) value: [B, T, N, H] in the query's dtype.
 
-    Names and meanings are those of `jax.nn.dot_product_attention`, without its return_residual.
+    It replaces `jax.nn.dot_product_attention` (but has no return_residual).
 
     query [B, T, N, H], key and value [B, S, K, H] have one floating dtype and may all lack B; K
     divides N. The softmax is float32, for float64 it is float64 (but by "xla"). bias: numbers added
@@ -110,9 +105,15 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     scale = 1 / math.sqrt(max(H, 1)) if scale is None else scale
     if jnp.ndim(scale) != 0:
         raise ValueError(f"scale must be a scalar: got shape {jnp.shape(scale)}")
+    if implementation not in (None, *implementations):
+        raise ValueError(f"implementation {implementation!r} is none of {[*implementations]}")
     refusal = cudnn_refusal(query, key, value, bias, mask, scale=scale, is_causal=is_causal,
                             local_window_size=local_window_size)
-    _check_implementation(implementation, implementations, bias, refusal)
+    # Code that is being traced may be meant for another machine; what runs right now is not.
+    if not _cuda_devices() and not isinstance(jnp.zeros(()), jax.core.Tracer):
+        refusal = refusal or "there is no NVIDIA GPU"
+    if implementation == "cudnn" and refusal is not None:
+        raise ValueError(f"'cudnn' cannot run this: {refusal}; use None, 'blockwise' or 'xla'")
     if query.size == 0 or S == 0:
         return jnp.zeros(query.shape if is_batched else query.shape[1:], query.dtype)
 
@@ -198,20 +199,39 @@ def blockwise(query, key, value, bias, mask, lengths, window, scale):
         p = exp(s - L)    ds = p (dout v^T - sum(dout out))
         dq += ds k        dk += ds^T q        dv += p^T dout
     """
-    dtype, wide = query.dtype, jnp.promote_types(query.dtype, jnp.float32)
-    query = query.astype(wide) * jnp.asarray(scale, wide)
-    arrays = query, key.astype(wide), value.astype(wide), mask, lengths
-    return _blockwise(window, *_alike(arrays)).astype(dtype)
+    if bias is not None:
+        raise ValueError("'blockwise' takes no bias (it is [T, S], as its gradient is): use None")
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    block, heads = BLOCK, N * B if isinstance(B, int) else N  # B may be symbolic, for jax.export
+    while heads * block**2 > 2**19 and block > 64:  # larger tiles of scores leave a CPU's cache
+        block //= 2
+    bq, bk = (math.ceil(n / math.ceil(n / block)) for n in (T, S))  # 300 is two tiles of 150
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    q = _tiles(query.astype(wide) * jnp.asarray(scale, wide), K, bq)  # [T / bq, B, K, R, H]
+    k, v = (_tiles(x.astype(wide), K, bk) for x in (key, value))  # [S / bk, B, K, s, H]
+    out = _blockwise((S, bq, window), *alike((q, k, v, mask, lengths)))
+    out = out.reshape(-1, B, K, N // K, bq, H).reshape(-1, B, N, bq, H).transpose(1, 0, 3, 2, 4)
+    return out.reshape(B, -1, N, H)[:, :T].astype(query.dtype)
+
+
+def _tiles(x, K, block):
+    """[B, T, n, H] -> [tiles, B, K, R, H], R = n / K * block: the heads of a group in turn.
+
+    So a tile's products are plain matrix products, one for each example and key/value head.
+    """
+    B, T, n, H = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -T % block), (0, 0), (0, 0)))
+    x = x.reshape(B, -1, block, n, H).transpose(1, 0, 3, 2, 4)  # [tiles, B, n, block, H]
+    return x.reshape(-1, B, K, n // K, block, H).reshape(-1, B, K, n // K * block, H)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(window, query, key, value, mask, lengths):
-    return _forward(window, query, key, value, mask, lengths)[0]
+def _blockwise(sizes, q, k, v, mask, lengths):
+    return _forward(sizes, q, k, v, mask, lengths)[0]
 
 
-def _forward(window, query, key, value, mask, lengths):
-    pairs, seen, (q, k, v) = _tiling(window, query, key, value, mask, lengths)
-    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)  # (array, tile, index)
+def _forward(sizes, q, k, v, mask, lengths):
+    pairs, seen = _pairs(sizes, q, k, mask, lengths)
 
     def visit(carry, pair, is_cut):
         (a, m, l), (i, j) = carry, pair
@@ -225,15 +245,12 @@ def _forward(window, query, key, value, mask, lengths):
     zero = jnp.zeros_like(q[..., :1])
     a, m, l = _scan(visit, (jnp.zeros_like(q), zero + HIDDEN / 2, zero), pairs)
     l = jnp.where(l == 0, 1, l)  # a row that sees no key: 0 / 1
-    out, L = a / l, m + jnp.log(l)  # [T / bq, B, K, R, H] and [T / bq, B, K, R, 1]
-    return _untile(out, query), (query, key, value, mask, lengths, out, L)
+    return a / l, (q, k, v, mask, lengths, a / l, m + jnp.log(l))
 
 
-def _backward(window, residuals, dout):
-    query, key, value, mask, lengths, out, L = residuals
-    pairs, seen, (q, k, v) = _tiling(window, query, key, value, mask, lengths)
-    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)  # (array, tile, index)
-    do = _tiles(dout, q.shape)
+def _backward(sizes, residuals, do):
+    q, k, v, mask, lengths, out, L = residuals
+    pairs, seen = _pairs(sizes, q, k, mask, lengths)
     delta = (do * out).sum(axis=4, keepdims=True)  # [T / bq, B, K, R, 1]
     # Keys in rows and queries in columns: so no product transposes a tile of weights first.
     qT, doT, kT, LT, deltaT = (x.swapaxes(3, 4) for x in (q, do, k, L, delta))
@@ -248,57 +265,11 @@ def _backward(window, residuals, dout):
         return (dqT, put(dk, dk[j] + ds @ q[i], j), put(dv, dv[j] + p @ do[i], j)), None
 
     dqT, dk, dv = _scan(visit, (jnp.zeros_like(qT), jnp.zeros_like(k), jnp.zeros_like(v)), pairs)
-    dq = dqT.swapaxes(3, 4)
-    return _untile(dq, query), _untile(dk, key), _untile(dv, value), None, None
+    return dqT.swapaxes(3, 4), dk, dv, None, None
 
 
 _blockwise.defvjp(_forward, _backward)
-
-
-def _alike(arrays):
-    """A pytree as it is, but each array made from all: no condition here is ever True.
-
-    So each is mapped if jax.vmap maps any, and varies over the devices of a jax.shard_map if any
-    does, as the carry of a loop must from its start.
-    """
-    never = [(x != x).any() & False for x in jax.tree.leaves(arrays)]
-    never = functools.reduce(jnp.logical_or, never)
-    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), arrays)
-
-
-def _tiling(window, query, key, value, mask, lengths):
-    """(pairs, seen, tiles of the three arrays).
-
-    pairs: (query tile i, key tile j), int32 [n, 2], those seen whole and those seen in part; the
-    others, above the causal diagonal or outside the window, are not visited. seen(i, j): which keys
-    of such a pair its queries see, bool [b, k, R, s].
-    """
-    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
-    block, heads = BLOCK, N * B if isinstance(B, int) else N  # B may be symbolic, for jax.export
-    while heads * block**2 > 2**19 and block > 64:  # larger tiles of scores leave a CPU's cache
-        block //= 2
-    bq, bk = (math.ceil(n / math.ceil(n / block)) for n in (T, S))  # 300 is two tiles of 150
-    left, right = (n if side is None else side for side, n in zip(window, (T, S)))
-    i, j = np.meshgrid(np.arange(0, T, bq), np.arange(0, S, bk), indexing="ij")
-    low, high = j - (i + bq - 1), (j + bk - 1) - i  # the smallest and the largest key - query
-    visited = (low <= right) & (high >= -left)
-    whole = visited & (high <= right) & (low >= -left) & (j + bk <= S)
-    whole &= mask is None and lengths == (None, None)  # what these hide the shapes do not tell
-    pairs = [np.argwhere(x).astype(np.int32) for x in (whole, visited & ~whole)]
-
-    def seen(i, j):
-        rows, cols, part = i * bq + positions(bq), j * bk + positions(bk), mask
-        if mask is not None:
-            part = part if part.shape[2] == 1 else jnp.take(part, rows, axis=2, mode="clip")
-            part = part if part.shape[3] == 1 else jnp.take(part, cols, axis=3, mode="clip")
-        both = visible(rows, cols, part, lengths, window) & (cols < S)[None, None, None]
-        both = both.reshape(both.shape[0], min(K, both.shape[1]), -1, bq, bk)  # [b, k, g, bq, s]
-        both = jnp.broadcast_to(both, (*both.shape[:2], N // K, bq, bk))
-        return both.reshape(*both.shape[:2], -1, bk)
-
-    q = _tiles(query, (-1, B, K, N // K * bq, H))
-    k, v = (_tiles(x, (-1, B, K, bk, H)) for x in (key, value))
-    return pairs, seen, (q, k, v)
+put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)  # (array, its tile i, i)
 
 
 def _scan(visit, carry, pairs):
@@ -308,23 +279,41 @@ def _scan(visit, carry, pairs):
     return carry
 
 
-def _tiles(x, shape):
-    """[B, T, N, H] -> `shape`, [tiles, B, K, R, H], R = G * block: the heads of a group in turn.
+def _pairs(sizes, q, k, mask, lengths):
+    """Pairs (query tile i, key tile j), int32 [n, 2], seen whole and seen in part; and `seen`.
 
-    So a tile's products are plain matrix products, one for each example and key/value head.
+    Others, above the causal diagonal or outside the window, are not visited. seen(i, j): which keys
+    of such a pair its queries see, bool [b, k, R, s].
     """
-    B, T, N, H = x.shape
-    K, block = shape[2], shape[2] * shape[3] // N
-    x = jnp.pad(x, ((0, 0), (0, -T % block), (0, 0), (0, 0)))
-    x = x.reshape(B, -1, block, N, H).transpose(1, 0, 3, 2, 4)  # [tiles, B, N, block, H]
-    return x.reshape(-1, B, K, N // K, block, H).reshape(shape)
+    (S, bq, window), (K, R), bk = sizes, q.shape[2:4], k.shape[3]
+    left, right = (np.inf if side is None else side for side in window)
+    i, j = np.meshgrid(np.arange(len(q)) * bq, np.arange(len(k)) * bk, indexing="ij")
+    low, high = j - (i + bq - 1), (j + bk - 1) - i  # the smallest and the largest key - query
+    visited = (low <= right) & (high >= -left)
+    whole = visited & (high <= right) & (low >= -left) & (j + bk <= S)
+    whole &= mask is None and lengths == (None, None)  # what these hide the shapes do not tell
+
+    def seen(i, j):
+        rows, cols, part = i * bq + positions(bq), j * bk + positions(bk), mask
+        if mask is not None:  # "clip" reads an axis of 1 as one of any size
+            part = jnp.take(jnp.take(mask, rows, 2, mode="clip"), cols, 3, mode="clip")
+        both = visible(rows, cols, part, lengths, window) & (cols < S)[None, None, None]
+        both = both.reshape(both.shape[0], min(K, both.shape[1]), -1, bq, bk)  # [b, k, g, bq, s]
+        both = jnp.broadcast_to(both, (*both.shape[:2], R // bq, bq, bk))
+        return both.reshape(*both.shape[:2], R, bk)
+
+    return [np.argwhere(x).astype(np.int32) for x in (whole, visited & ~whole)], seen
 
 
-def _untile(x, like):
-    """The inverse of `_tiles`, for an array like `like`, [B, T, N, H]."""
-    (tiles, _, K, _, _), (B, T, N, H) = x.shape, like.shape
-    x = x.reshape(tiles, B, K, N // K, -1, H).reshape(tiles, B, N, -1, H)
-    return x.transpose(1, 0, 3, 2, 4).reshape(B, -1, N, H)[:, :T]  # [B, tiles, block, N, H] first
+def alike(arrays):
+    """A pytree of arrays as it is, but each made from all (which the compiler finds needless).
+
+    So all are mapped if jax.vmap maps one, and all vary over the devices of a jax.shard_map if one
+    does, as the carry of a loop must from its start.
+    """
+    never = [(x != x).any() & False for x in jax.tree.leaves(arrays)]
+    never = functools.reduce(jnp.logical_or, never)
+    return jax.tree.map(lambda x: jnp.where(never, x, x), arrays)
 
 
 # ---------------------------------------------------------------- the layer
@@ -335,11 +324,12 @@ def init_attention(key, model_dim, num_heads, num_kv_heads=None, head_dim=None, 
     without head_dim. ValueError if the counts do not divide each other or a size is less than 1.
     """
     K = num_heads if num_kv_heads is None else num_kv_heads
-    _check_heads(num_heads, K)
     H = model_dim // max(num_heads, 1) if head_dim is None else head_dim
-    if min(model_dim, num_heads, H) < 1 or (head_dim is None and model_dim % num_heads):
-        raise ValueError("sizes must be positive, num_heads divide model_dim where no head_dim is: "
-                         f"got {model_dim=}, {num_heads=}, {head_dim=}")
+    if min(model_dim, num_heads, K, H) < 1 or num_heads % K or (
+            head_dim is None and model_dim % num_heads):
+        raise ValueError("sizes must be positive, query heads a multiple of key/value heads, and "
+                         "num_heads divide model_dim where no head_dim is: "
+                         f"got {model_dim=}, {num_heads=}, {num_kv_heads=}, {head_dim=}")
     to_heads = jax.nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
     from_heads = jax.nn.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
     q, k, v, o = jax.random.split(key, 4)
@@ -366,8 +356,7 @@ def attention(params, x, *, is_causal=True, key_value_seq_lengths=None, rotate=N
 
 def _project(params, x, at, rotate):
     """Queries [B, T, N, H], keys and values [B, T, K, H] of x, at the positions `at` [B, T]."""
-    D, N, K = *params["wq"].shape[:2], params["wk"].shape[1]
-    _check_heads(N, K)
+    D = len(params["wq"])
     if x.ndim != 3 or x.shape[-1] != D:
         raise ValueError(f"x must be [B, T, {D}] to fit the weights: got {x.shape}")
     query, key, value = (jnp.einsum("BTD,DnH->BTnH", x, params[w]) for w in ("wq", "wk", "wv"))
@@ -392,15 +381,14 @@ def kv_cache_bytes(batch_size, max_length, num_kv_heads, head_dim, dtype=jnp.flo
 def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=None):
     """Causal self-attention of new tokens to all before them: ([B, T, D], the cache with them).
 
-    One function for prefill (T > 1), prefill in chunks and decoding (T = 1): however a sequence is
-    cut, the outputs are those of `attention` on all of it, up to rounding, and it compiles once per
-    shape. Rows may stand at different positions; that takes a mask, which cuDNN does not serve.
+    For prefill (T > 1), at once or in chunks, and decoding (T = 1): however a sequence is cut, the
+    outputs are those of `attention` on all of it, up to rounding. It compiles once per shape. Rows
+    may stand at different positions; that takes a mask, which cuDNN does not serve.
 
-    x: [B, T, D], tokens that continue each row; seq_lengths, int [B], says how many of them count
-    (all by default), the rest is padding on the right. cache: from `init_kv_cache` or an earlier
-    call; may be donated; unused slots may hold anything. layer: the one to use of a cache with a
-    leading axis of layers, which a loop over layers can hand on and write in place. rotate: as in
-    `attention`; positions count from the start of the row.
+    x: [B, T, D], tokens that continue each row; seq_lengths, int [B]: how many of them count, all
+    by default; the rest is padding on the right. cache: may be donated; unused slots may hold
+    anything. layer: the one to use of a cache with a leading axis of layers, which a loop over
+    layers can hand on and write in place. rotate: as in `attention`.
 
     A row that would run past the last slot, or whose seq_lengths entry is not in 0..T, keeps its
     cache and length and gets NaN (XLA by itself would shift the write over older entries).
@@ -436,57 +424,38 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
              "length": cache["length"].at[layer].add(jnp.where(fits, new, 0))}
     key, value = (cache[name][layer].astype(query.dtype) for name in ("k", "v"))  # [B, S, K, H]
     mask = valid[:, :, None] & (positions(S)[None, None, :] <= at[:, :, None])  # [B, T, S]
-    attend = _attend_one if T == 1 else dot_product_attention
-    out = attend(query, key, value, mask=mask[:, None])  # [B, T, N, H]
+    out = dot_product_attention(query, key, value, mask=mask[:, None],  # [B, T, N, H]
+                                implementation="naive" if T == 1 else None)  # T = 1: T S is small
     out = jnp.einsum("BTNH,NHD->BTD", out, params["wo"])
     return jnp.where(fits[:, None, None], out, jnp.nan), cache
-
-
-def _attend_one(query, key, value, mask):
-    """`naive` for one query a row, [B, 1, N, H], and a mask [B, 1, 1, S].
-
-    It reads the cache as it lies; an einsum would copy all of it first, which takes longer.
-    """
-    (B, _, N, H), (_, S, K, _) = query.shape, key.shape
-    mask = mask.reshape(B, S)
-    key, value = (jnp.where(mask[:, :, None, None], x, 0).swapaxes(1, 2) for x in (key, value))
-    query = query.reshape(B, K, N // K, H)  # [B, K, G, H]; keys and values are [B, K, S, H]
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.matmul(key, query.swapaxes(2, 3), preferred_element_type=wide)  # [B, K, S, G]
-    # A row of scores lies side by side in memory now, where its sums are faster.
-    scores = scores.swapaxes(2, 3).reshape(B, N, S) / math.sqrt(H)
-    weights = jax.nn.softmax(jnp.where(mask[:, None, :], scores, HIDDEN)).astype(value.dtype)
-    return (weights.reshape(B, K, N // K, S) @ value).reshape(B, 1, N, H)
 
 
 # ---------------------------------------------------------------- what cuDNN asks for
 def cudnn_refusal(query, key, value, bias=None, mask=None, **options):
     """Why cuDNN cannot run `dot_product_attention` on these arguments (a str), or None if it can.
 
-    `options` are that function's. Whether a GPU is there is another question: without one the call
-    can still be lowered for CUDA and read. (jax.nn has the same rules, but finds out later.)
+    options: those of that function. Whether a GPU is there is another question: without one the
+    call can still be lowered for CUDA and read.
     """
-    T, S, H = query.shape[-3], key.shape[-3], query.shape[-1]
+    (T, _, H), S = query.shape[-3:], key.shape[-3]
     window = options.get("local_window_size")
     left, right = _check_window(window, options.get("is_causal", False))
-    capabilities = [tuple(map(int, d.compute_capability.split("."))) for d in _cuda_devices()]
-    oldest = min(capabilities, default=(8, 0))
-    largest = 256 if oldest >= (9, 0) else 128
-    rules = {
-        "the CUDA plugin is not installed (pip install 'jax[cuda12]')":
-            any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
-        f"it needs compute capability 8.0, this GPU has {oldest}": oldest >= (8, 0),
-        f"it takes float16 and bfloat16, not {query.dtype}":
-            query.dtype in (jnp.float16, jnp.bfloat16),
-        f"the head dimension must be a multiple of 8 up to {largest}, not {H}":
-            0 < H <= largest and H % 8 == 0,
-        f"an array is empty: {query.shape}, {key.shape}": query.size > 0 and key.size > 0,
-        f"both lengths must be even (for the gradient), not {T} and {S}": T % 2 == S % 2 == 0,
-        f"a window must end at the query itself, (left, 0), or be causal, not {window}":
-            window is None or (right == 0 and left >= 0),
-        "the scale must be a number known when the call is traced":
-            not isinstance(options.get("scale"), jax.core.Tracer)}
-    return next((reason for reason, is_kept in rules.items() if not is_kept), None)
+    plugins = [importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)]
+    oldest = min((float(d.compute_capability) for d in _cuda_devices()), default=8.0)
+    largest = 256 if oldest >= 9 else 128
+    rules = [
+        (any(plugins), "the CUDA plugin is not installed (pip install 'jax[cuda12]')"),
+        (oldest >= 8, f"it needs compute capability 8.0, this GPU has {oldest}"),
+        (query.dtype in (jnp.float16, jnp.bfloat16),
+         f"it takes float16 and bfloat16, not {query.dtype}"),
+        (0 < H <= largest and H % 8 == 0,
+         f"the head dimension must be a multiple of 8 up to {largest}, not {H}"),
+        (T % 2 == S % 2 == 0, f"both lengths must be even (for the gradient), not {T} and {S}"),
+        (window is None or (right == 0 and left >= 0),
+         f"a window must end at the query itself, (left, 0), or be causal, not {window}"),
+        (not isinstance(options.get("scale"), jax.core.Tracer),
+         "the scale must be a number known when the call is traced")]
+    return next((reason for is_kept, reason in rules if not is_kept), None)
 
 
 def _cuda_devices():
@@ -507,23 +476,11 @@ def cudnn(query, key, value, bias, mask, lengths, window, scale):
                         for x, n in zip(lengths, (T, S)))
     # Its rule for vmap wants all operands mapped, along axis 0: there a reshape moves that axis.
     arrays = jax.tree.map(lambda x: x.reshape(-1).reshape(x.shape),
-                          _alike((query, key, value, bias, mask, lengths)))
+                          alike((query, key, value, bias, mask, lengths)))
     return _jax_nn("cudnn", *arrays, window, float(scale))
 
 
 # ---------------------------------------------------------------- what is refused
-def _check_implementation(name, implementations, bias, refusal):
-    if name is not None and name not in implementations:
-        raise ValueError(f"implementation must be None or in {[*implementations]}: got {name!r}")
-    if name == "blockwise" and bias is not None:
-        raise ValueError("'blockwise' takes no bias (it is [T, S], as its gradient is): use None")
-    if name == "cudnn" and refusal is None and not _cuda_devices():
-        # Code that is being traced may be meant for another machine; what runs right now is not.
-        refusal = None if isinstance(jnp.zeros(()), jax.core.Tracer) else "there is no NVIDIA GPU"
-    if name == "cudnn" and refusal is not None:
-        raise ValueError(f"'cudnn' cannot run this: {refusal}; use None, 'blockwise' or 'xla'")
-
-
 def _check_qkv(query, key, value):
     got = ", ".join(f"{x.dtype} {x.shape}" for x in (query, key, value))
     if not (query.ndim in (3, 4) and query.ndim == key.ndim and key.shape == value.shape
@@ -532,10 +489,7 @@ def _check_qkv(query, key, value):
                          f"(or all lack B): got {got}")
     if not (query.dtype == key.dtype == value.dtype and jnp.issubdtype(query.dtype, jnp.floating)):
         raise ValueError(f"query, key and value must have one floating dtype: got {got}")
-    _check_heads(query.shape[-2], key.shape[-2])
-
-
-def _check_heads(N, K):
+    N, K = query.shape[-2], key.shape[-2]
     if K < 1 or N % K:
         raise ValueError(f"query heads must be a multiple of key/value heads: got {N} and {K}")
 
@@ -546,8 +500,7 @@ def _check_scores(name, x, kind, shape):
         return None
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, kind):
-        raise ValueError(f"{name} must be {kind.__name__}: got {x.dtype} (mask: True may attend; "
-                         "bias: numbers that are added)")
+        raise ValueError(f"{name} must be {kind.__name__}: got {x.dtype}")
     if x.ndim > 4 or any(n not in (1, want) for n, want in zip(x.shape[::-1], shape[::-1])):
         raise ValueError(f"{name} must broadcast to [B, N, T, S], {shape}: got {x.shape}")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
@@ -558,8 +511,7 @@ def _check_lengths(name, lengths, B):
         return None
     lengths = jnp.asarray(lengths)
     if lengths.size != B or lengths.ndim > 1 or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"{name} must be {B} integers, one per example: got {lengths.dtype} "
-                         f"{lengths.shape}")
+        raise ValueError(f"{name} must be {B} integers: got {lengths.dtype} {lengths.shape}")
     return lengths.reshape(B).astype(jnp.int32)
 
 
@@ -567,8 +519,9 @@ def _check_window(window, is_causal):
     """How far a query sees to both sides, None without end: keys i - left .. i + right."""
     if window is None:
         return None, 0 if is_causal else None
-    sides = (window, window) if isinstance(window, numbers.Integral) else window
-    if np.shape(sides) != (2,) or not all(isinstance(side, numbers.Integral) for side in sides):
+    integer = (int, np.integer)
+    sides = (window, window) if isinstance(window, integer) else window
+    if np.shape(sides) != (2,) or not all(isinstance(side, integer) for side in sides):
         raise ValueError(f"local_window_size must be an int or (left, right): got {window!r}")
     left, right = map(int, sides)
     return left, min(right, 0) if is_causal else right
