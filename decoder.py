@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A decoder-only transformer made from attention.py: the Llama family's arithmetic, as functions.
 
-    python decoder.py           train on Python's documentation, byte by byte, and let it write
-    python decoder.py --help    your own text, a prompt, everything else
+    python decoder.py    train on Python's documentation, byte by byte, and let it write (--help)
 
 Axes: B batch, T query length, S cache length, N query heads, K key/value heads, H head dimension,
 D model dimension, F hidden width of the MLP, V vocabulary, L layers; [B T, D] has B and T in one.
@@ -21,7 +20,6 @@ import optax
 import attention
 
 # ---------------------------------------------------------------- model
-
 def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_heads=None,
                  head_dim=None, mlp_dim=None):
     """Parameters of a decoder, all float32:
@@ -60,21 +58,20 @@ def init_decoder(key, *, vocab_size, num_layers, model_dim, num_heads, num_kv_he
 
 def rms_norm(x, scale, epsilon=1e-5):
     """x / sqrt(mean(x^2) + epsilon) * scale, [.., D] (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # the result has x's dtype again
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean_square = (wide**2).mean(axis=-1, keepdims=True)
-    scale = jnp.broadcast_to(scale, x.shape).astype(wide.dtype)  # ranks may not differ silently
+    scale = jnp.broadcast_to(scale, x.shape).astype(wide.dtype)
     return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale).astype(x.dtype)
 
 
 def rotate(x, positions, *, base=10000.0, scaling=None):
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
-    x: [B, T, n, H] with H even (n heads, N or K), positions: integer [B, T] -> as x, computed in
-    float32 or wider. Pair i, made of x[..., i] and x[..., i + H/2] (the paper pairs neighbours), is
-    turned by the angle positions * base^(-2i / H): products of queries and keys then depend on the
-    difference of positions only. scaling, for texts longer than those trained on: (factor,) divides
-    the angles; Llama 3's is (factor, low_freq_factor, high_freq_factor, original length). Tuples,
-    so that functools.partial(rotate, scaling=...) can be hashed.
+    x: [B, T, n, H] with H even, positions: integer [B, T] -> as x, computed in float32 or wider.
+    Pair i, made of x[..., i] and x[..., i + H/2] (the paper pairs neighbours), is turned by the
+    angle positions * base^(-2i / H): products of queries and keys then depend on the difference of
+    positions only. scaling, for texts longer than those trained on: (factor,) divides the angles;
+    Llama 3's is (factor, low_freq_factor, high_freq_factor, original length). Tuples can be hashed.
     """
     H, dtype = x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
     # Exponent, power and reciprocal are rounded one by one, as where the weights come from: a last
@@ -94,32 +91,30 @@ def rotate(x, positions, *, base=10000.0, scaling=None):
     return turned.astype(x.dtype)
 
 
-@jax.checkpoint  # keeps x alone for the backward pass: to compute the rest again is cheaper
-def swiglu(x):
-    """silu(gate) * up of x = gate and up side by side (Shazeer 2020, arXiv:2002.05202)."""
-    gate, up = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * up
-
-
 def mlp(weights, x):
-    """silu(x w_gate) * (x w_up), times w_down: [B, T, D] -> [B, T, D]."""
+    """SwiGLU: silu(x w_gate) * (x w_up), times w_down, as x (Shazeer 2020, arXiv:2002.05202)."""
+    @jax.checkpoint  # made again in the backward pass: cheaper than to keep it
+    def gated(x):
+        gate, up = jnp.split(x, 2, axis=-1)
+        return jax.nn.silu(gate) * up
+
     # B and T become one axis: the gradient of a weight sums over both, and to sum over two axes XLA
     # transposes a [B, T, F] array first, for each weight. One product is faster than two.
     rows = x.reshape(-1, x.shape[-1])  # [B T, D]
     gate_and_up = jnp.concatenate([weights["w_gate"], weights["w_up"]], axis=1)  # [D, 2 F]
-    return (swiglu(rows @ gate_and_up) @ weights["w_down"]).reshape(x.shape)
+    return (gated(rows @ gate_and_up) @ weights["w_down"]).reshape(x.shape)
 
 
-def cast(layer, x):
-    """A layer with its matrices in x's dtype, where they are used; the norms' scales stay."""
-    return jax.tree.map(lambda w: w.astype(x.dtype) if w.ndim > 1 else w, layer)
+def decoder_layer(layer, x, attend, epsilon):
+    """x + attend(norm(x)), then x + mlp(norm(x)): ([B, T, D], what `attend` returns besides).
 
-
-def decoder_layer(layer, x, rotate, epsilon, implementation):
-    """One layer, [B, T, D] -> [B, T, D]: x + attention(norm(x)), then x + mlp(norm(x))."""
-    layer, h = cast(layer, x), rms_norm(x, layer["attention_norm"], epsilon)
-    x = x + attention.attention(layer["attention"], h, rotate=rotate, implementation=implementation)
-    return x + mlp(layer["mlp"], rms_norm(x, layer["mlp_norm"], epsilon))
+    attend(weights, x [B, T, D]) -> (out [B, T, D], anything): attention with or without a cache.
+    """
+    # Matrices in x's dtype, where they are used; the norms' scales stay as they are.
+    layer = jax.tree.map(lambda w: w.astype(x.dtype) if w.ndim > 1 else w, layer)
+    out, more = attend(layer["attention"], rms_norm(x, layer["attention_norm"], epsilon))
+    x = x + out
+    return x + mlp(layer["mlp"], rms_norm(x, layer["mlp_norm"], epsilon)), more
 
 
 def check_integers(name, values, shape, least, most):
@@ -165,8 +160,11 @@ def decoder(params, tokens, *, rotate=rotate, epsilon=1e-5, implementation=None,
     the computation, say jnp.bfloat16 (None: that of the parameters, which stay as they are).
     A mesh wants Auto axes: under Explicit ones JAX refuses the embedding's gather.
     """
+    def attend(weights, x):
+        return attention.attention(weights, x, rotate=rotate, implementation=implementation), None
+
     def body(x, layer):
-        return decoder_layer(layer, x, rotate, epsilon, implementation), None
+        return decoder_layer(layer, x, attend, epsilon)
 
     body = jax.checkpoint(body) if remat else body
     # One iteration of the scan is compiled, whatever L is.
@@ -180,7 +178,6 @@ def loss_fn(params, batch, **options):
     batch: {"tokens": integer [B, T + 1], "mask": bool [B, T]}; mask[:, t] says whether to count the
     prediction of tokens[:, t + 1]. Where none counts, loss and gradients are 0. What follows a
     row's last counted token is padding and may hold anything. options: those of `decoder`.
-    Gradients accumulated over batches (optax.MultiSteps) are right if all count equally many only.
     """
     tokens, mask = jnp.asarray(batch["tokens"]), jnp.asarray(batch["mask"])
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or (
@@ -191,8 +188,7 @@ def loss_fn(params, batch, **options):
     logits = decoder(params, jnp.where(counted, tokens[:, :-1], 0), **options)  # [B, T, V]
     V, labels = logits.shape[-1], jnp.where(mask, tokens[:, 1:], 0)
     labels = check_integers("labels", labels, ("B", "T"), 0, V - 1)
-    # -log softmax(logits)[label]: a sum of one term picks without a scatter in the backward pass,
-    # and without a one-hot array as large as the logits.
+    # A sum of one term picks a logit without a scatter in the backward pass or a one-hot array.
     hit = jnp.arange(V, dtype=jnp.int32)[None, None] == labels[:, :, None]  # [B, T, V]
     losses = jax.nn.logsumexp(logits, axis=-1) - jnp.where(hit, logits, 0).sum(axis=-1)  # [B, T]
     losses = jnp.where(labels < V, losses, jnp.nan)
@@ -202,20 +198,12 @@ def loss_fn(params, batch, **options):
 
 
 # ---------------------------------------------------------------- cache and generation
-
 def init_decoder_cache(params, batch_size, max_length, dtype=None):
     """An empty {"k": [L, B, S, K, H], "v": as "k", "length": int32 [L, B]}, S = max_length."""
     L, _, K, H = params["layers"]["attention"]["wk"].shape
     dtype = dtype or params["embedding"].dtype  # of k and v
     cache = attention.init_kv_cache(batch_size, max_length, K, H, dtype)
     return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], L, axis=0), cache)
-
-
-def vary_like(examples, carry):
-    """carry + zeros made of the examples: in jax.shard_map it then differs by device as they do."""
-    # A loop's carry must differ by device from the start if it does in the end.
-    zero = sum(jnp.zeros_like(leaf, jnp.int32, ()) for leaf in jax.tree.leaves(examples))
-    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), carry)
 
 
 def cached_decoder(params, tokens, cache, *, seq_lengths=None, rotate=rotate, epsilon=1e-5,
@@ -239,15 +227,13 @@ def cached_decoder(params, tokens, cache, *, seq_lengths=None, rotate=rotate, ep
 
     def body(carry, layer_and_number):  # carries the whole cache; each layer writes to it in place
         (x, cache), (layer, number) = carry, layer_and_number
-        layer, h = cast(layer, x), rms_norm(x, layer["attention_norm"], epsilon)
-        out, cache = attention.cached_attention(
-            layer["attention"], h, cache, layer=number, seq_lengths=lengths, rotate=rotate)
-        x = x + out  # as in `decoder_layer`
-        return (x + mlp(layer["mlp"], rms_norm(x, layer["mlp_norm"], epsilon)), cache), None
+        attend = functools.partial(attention.cached_attention, cache=cache, layer=number,
+                                   seq_lengths=lengths, rotate=rotate)
+        return decoder_layer(layer, x, attend, epsilon), None
 
     layers = params["layers"], jnp.arange(L, dtype=jnp.int32)
     unroll = 4 if T == 1 else 1  # an iteration's own work is not small beside one token's layer
-    (x, cache), _ = jax.lax.scan(body, (x, vary_like(x, cache)), layers, unroll=unroll)
+    (x, cache), _ = jax.lax.scan(body, attention.alike((x, cache)), layers, unroll=unroll)
     return project(params, x, epsilon), cache
 
 
@@ -328,13 +314,13 @@ def generate_compiled(params, prompt, lengths, key, temperature, top_p, stop, *,
         stopped = stopped | (token[:, None] == stop[None]).any(axis=1)
         return (token, stopped, cache), token
 
-    # First the prompt but for its last token, with which the loop begins. Logits that nobody uses
-    # are not computed. The last new token is not read, so the cache has no slot for it.
+    # First the prompt but for its last token, with which the loop begins. The last new token is
+    # not read, so the cache has no slot for it.
     cache = init_decoder_cache(params, B, T + num_tokens - 1)
     _, cache = forward(prompt, cache, seq_lengths=lengths - 1)
     last = prompt.at[rows, lengths - 1].get(mode="fill", fill_value=-1)
-    carry = vary_like((params["embedding"], prompt, key, temperature, top_p),
-                      (last, jnp.zeros(B, bool), cache))
+    sources = params["embedding"], prompt, key, temperature, top_p
+    *_, carry = attention.alike((*sources, (last, jnp.zeros(B, bool), cache)))
     keys = None if key is None else jax.random.split(key, num_tokens)
     _, new = jax.lax.scan(step, carry, keys, num_tokens)  # [num_tokens, B]
     out = jnp.pad(prompt, ((0, 0), (0, num_tokens)))  # [B, T + num_tokens]
@@ -343,7 +329,6 @@ def generate_compiled(params, prompt, lengths, key, temperature, top_p, stop, *,
 
 
 # ---------------------------------------------------------------- weights from elsewhere
-
 LLAMA_NAMES = {
     "embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head",
     "attention_norm": "input_layernorm", "wq": "self_attn.q_proj", "wk": "self_attn.k_proj",
@@ -362,8 +347,7 @@ def from_llama(state_dict, config):
 
     Arrays as NumPy has them (say, from safetensors.numpy.load_file) keep their dtypes. options, for
     `decoder`, `cached_decoder`, `generate`: rotate and epsilon. Tied embeddings stay one array. A
-    ValueError, before anything is computed, names what in the config is missing or not supported,
-    or the first array that is missing, left over or of another shape.
+    ValueError, before anything is computed, names what is missing, left over or not supported.
     """
     for name, values in LLAMA_VALUES.items():
         if config.get(name) not in [None, *values]:
@@ -430,7 +414,6 @@ def to_llama(params):
 
 
 # ---------------------------------------------------------------- the main job
-
 RECIPE = {  # flag: (default, meaning); chosen on the last tenth of the training text
     "steps": (1500, "training steps"), "batch_size": (4, "windows per step, over all devices"),
     "length": (512, "bytes per window"), "layers": (4, "layers"), "model_dim": (128, "their width"),

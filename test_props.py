@@ -327,20 +327,42 @@ def test_training_and_evaluation_under_strict_settings(setting):
 MODEL = {"w": jnp.array([[0.5, -0.25], [1.0, 0.75], [-0.5, 0.125]]), "b": jnp.array([0.5, -1.0])}
 INPUTS = np.array([[1, 2, 3], [-1, 0.5, 1], [2, 0, -1]], np.float32)  # of three steps
 ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
-OPTIMIZERS = {name: functools.partial(make, learning_rate=0.1)
-              for name, make in (vars(optax) | vars(optax.contrib)).items()
-              if name[0] != "_" and inspect.isfunction(make)
-              and "learning_rate" in inspect.signature(make).parameters}
-OPTIMIZERS |= {  # and what wraps them
+# What those of optax that need arguments are given, by the names of these.
+GIVEN = {
+    "learning_rate": 0.1, "step_size": 0.1, "slow_step_size": 0.5, "step_size_fn": lambda n: 0.1,
+    "sync_period": 2, "decay": 0.9, "eta": 0.1, "gamma": 0.1, "clipping": 1.0, "threshold": 1.0,
+    "max_delta": 1.0, "max_norm": 1.0, "l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0,
+    "max_consecutive_errors": 2, "max_backtracking_steps": 3, "max_linesearch_steps": 3,
+    "transforms": {"m": ADAM, "n": SGD}, "param_labels": {"w": "m", "b": "n"},
+    "mask": {"w": True, "b": False}, "freeze_mask": {"w": True, "b": False}, "measure_name": "m",
+    "f": lambda update, params: update, "should_transform_fn": lambda *_, **__: True,
+    "measure": lambda update, *_, **__: update, "inner_factory": optax.adam,
+    "adv_optimizer": SGD} | dict.fromkeys(
+        ["tx", "inner", "optimizer", "base_optimizer", "fast_optimizer"], ADAM)
+
+
+def made(make):
+    """An optimizer by one of optax's functions, with no more arguments than it needs."""
+    needed = [name for name, p in inspect.signature(make).parameters.items()
+              if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    optimizer = make(**{name: GIVEN[name] for name in needed})
+    return optimizer(0.1) if inspect.isfunction(optimizer) else optimizer
+
+
+OPTIMIZERS = {  # all of optax and optax.contrib
+    name: functools.partial(made, make) for name, make in (vars(optax) | vars(optax.contrib)).items()
+    if name[0] != "_" and inspect.isfunction(make)
+    and "Transformation" in str(inspect.signature(make).return_annotation)}
+OPTIMIZERS |= {
     "chain": lambda: optax.chain(ADAM, optax.contrib.reduce_on_plateau()),  # case P04
-    "inject": lambda: optax.inject_hyperparams(optax.adam)(0.1),
     "MultiSteps": lambda: optax.MultiSteps(ADAM, 2),
-    "apply_if_finite": lambda: optax.apply_if_finite(ADAM, 2),
-    "partition": lambda: optax.partition({"m": ADAM, "n": SGD}, {"w": "m", "b": "n"}),
-    "schedule_free": lambda: optax.contrib.schedule_free(ADAM, 0.1),
-    "sam": lambda: optax.GradientTransformation(*optax.contrib.sam(ADAM, SGD)),
-    "dpsgd": lambda: optax.contrib.dpsgd(0.1, 1.0, 0.1, 0)}
-REFUSED = {"lbfgs": "value_fn", "sophia": "obj_fn must be", "dpsgd": "to have a batch dimension"}
+    # Its type says that it takes the loss, but it does not.
+    "sam": lambda: optax.GradientTransformation(*optax.contrib.sam(ADAM, SGD))}
+REFUSED = {  # a loss function, a matrix, gradients of each example, parameters of a kind of its own
+    "lbfgs": "value_fn", "scale_by_backtracking_linesearch": "value_fn",
+    "scale_by_zoom_linesearch": "value_fn", "sophia": "obj_fn", "scale_by_muon": "structure",
+    "dpsgd": "batch dimension", "differentially_private_aggregate": "batch dimension",
+    "lookahead": "fast"}
 
 
 def half_square(params, x):
@@ -358,7 +380,7 @@ def test_any_optax_optimizer(name, tmp_path):
     one = jax.jit(train_step, donate_argnums=(0, 1))
     many = jax.jit(train.make_train_steps(train_step), donate_argnums=(0, 1))
     if name in REFUSED:
-        with pytest.raises((TypeError, ValueError), match=REFUSED[name]):
+        with pytest.raises((TypeError, ValueError, AttributeError), match=REFUSED[name]):
             many(MODEL, optimizer.init(MODEL), INPUTS)
         return
     start, state = train.init_state(MODEL, optimizer), train.init_state(MODEL, optimizer)
@@ -681,7 +703,8 @@ def test_values_and_gradients_match_the_float64_oracle(name, draws, garbage):
     for implementation in serving(name):
         got, got_gradients = compiled(name, implementation)(*dirty, extra)
         close(got, out)
-        close(got_gradients, {what: gradients[what] for what in got_gradients}, 5e-5)
+        for what, gradient in got_gradients.items():  # that of the scale: a long sum, which cancels
+            close(gradient, gradients[what], 5e-4 if what == "scale" else 5e-5)
         assert not got[blind].any() and not got_gradients["query"][blind].any()
 
 
@@ -1152,15 +1175,12 @@ def vmap_over(name):
     return way
 
 
-def exported(f, args, shapes=None):
-    program = jax.export.export(jitted(f))(*(shapes or args))
+def exported_for_any_batch(f, args):
+    shapes = args[0], jax.export.symbolic_args_specs(args[1], "size, ...")
+    program = jax.export.export(jitted(f))(*shapes)
     if importlib.util.find_spec("flatbuffers"):  # what JAX writes programs with
         program = jax.export.deserialize(program.serialize())
     return jax.jit(program.call)(*args)
-
-
-def exported_for_any_batch(f, args):
-    return exported(f, args, (args[0], jax.export.symbolic_args_specs(args[1], "size, ...")))
 
 
 def placed(f, args, mesh):
@@ -1173,11 +1193,6 @@ def on_an_explicit_mesh(f, args):
     mesh = mesh_of_two(jax.sharding.AxisType.Explicit)
     with jax.set_mesh(mesh):
         return placed(f, args, mesh)
-
-
-def pmapped(f, args):
-    mapped = jax.pmap(lambda *args: f(*args), in_axes=(None, 0), devices=jax.devices("cpu")[:2])
-    return joined(mapped(args[0], parts(args[1], BATCH // 2)), BATCH // 2)
 
 
 def primal(derivative):
@@ -1199,16 +1214,12 @@ WAYS = {
         f, donate_argnums=(0, 1))(*jax.tree.map(jnp.array, args)),
     "ahead of time": lambda f, args: jitted(f).lower(
         *jax.eval_shape(lambda: args)).compile()(*args),
-    "export": exported,
     "export for any batch size": exported_for_any_batch,
-    "named_call": lambda f, args: jitted(jax.named_call(f, name="part"))(*args),
     "vmap, differentiated": lambda f, args: jitted(functools.partial(f, wrap=vmapped))(*args),
     "scan of remat, differentiated": lambda f, args: jitted(
         functools.partial(f, wrap=scanned))(*args),
     "forward over the derivative": primal(lambda f, *x: jax.jvp(f, x, x)),
-    "reverse over the derivative": primal(jax.vjp),
     "shard_map": lambda f, args: jitted(sharded(f))(*args),
-    "pmap": pmapped,
     "auto mesh": lambda f, args: placed(f, args, mesh_of_two()),
     "explicit mesh": on_an_explicit_mesh,
     "enable_x64": under(enable_x64=True),
@@ -2150,7 +2161,7 @@ DECODER_REFUSED = {
     init_small: [
         ("vocab_size=0", {"vocab_size": 0}), ("num_layers=0", {"num_layers": 0}),
         ("mlp_dim=0", {"mlp_dim": 0}), ("even to rotate, got 3", {"head_dim": 3}),
-        ("4 and 3", {"num_kv_heads": 3}), ("17", {"model_dim": 17})],
+        ("num_heads=4, num_kv_heads=3", {"num_kv_heads": 3}), ("17", {"model_dim": 17})],
     generate_small: [
         ("at least one", {"prompt": np.zeros((1, 0), int)}),
         ("at least one", {"prompt": np.array([1, 2])}), ("integers", {"prompt": np.array([[1.0]])}),
