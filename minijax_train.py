@@ -122,9 +122,9 @@ def init_state(params, optimizer):
 def make_train_step(loss_fn, optimizer):
     """The train step, a pure function: (params, opt_state, batch) -> (params, opt_state, metrics).
 
-    loss_fn: any (params, batch) -> (scalar, metrics) without side effects. optimizer: any of optax
-    that wants gradients, parameters and the loss, but no loss function (lbfgs, sophia). What else
-    changes from step to step, a dropout key say, travels in the batch.
+    loss_fn: any (params, batch) -> (scalar, metrics) without side effects; a dropout key, say,
+    travels in the batch. optimizer: any of optax that takes gradients, parameters and the loss: not
+    lbfgs and sophia (which call the loss), dpsgd (a gradient per example), lookahead (two models).
 
     Compile it with `jax.jit(train_step, donate_argnums=(0, 1))`: new parameters and optimizer state
     then take the memory of the old ones, which must not be read again.
