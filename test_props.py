@@ -861,7 +861,6 @@ def test_vmap_lowers_for_cuda_as_a_larger_batch():
     ("even", 8, 7, 16, jnp.bfloat16, None),
     ("window", 8, 8, 16, jnp.bfloat16, 2),
     ("window", 8, 8, 16, jnp.bfloat16, (-1, 0)),
-    ("empty", 0, 8, 16, jnp.bfloat16, None),
     ("GPU", 8, 8, 16, jnp.bfloat16, None),
 ])
 def test_what_cudnn_cannot_run_is_refused(word, T, S, H, dtype, window):
