@@ -1044,9 +1044,8 @@ def test_calls_that_do_not_fit_are_refused(f, args, options, words):
 # ---------- wherever JAX code runs
 
 # A function here takes (shared, batch): what all examples share, and a dict of arrays whose first
-# axis is the batch. Each leaf of its value either has the batch as its first axis or is a sum over
-# it; no other first axis may have size 1, 2 or BATCH (one example, a device's share, all). It takes
-# `wrap` besides: a way that is applied to what is differentiated.
+# axis is the batch, as is that of each leaf of its value. Differentiated, it takes `wrap` besides:
+# a way that is applied to what is differentiated.
 BATCH = 4
 
 
@@ -1066,31 +1065,24 @@ def differentiated(call):
     return f
 
 
-def joined(value, size):
-    """Values of parts of `size` examples, stacked, as one: rows side by side, sums added up."""
-    def join(x):
-        return x.reshape(-1, *x.shape[2:]) if x.shape[1:2] == (size,) else x.sum(axis=0)
-
-    return jax.tree.map(join, value)
-
-
-def parts(batch, size):
-    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)
-
-
 def vmapped(f):
     """Example by example, the mapped axis not in front."""
     def mapped(shared, batch):
-        examples = jax.tree.map(lambda x: x[None], batch)
-        return joined(jax.vmap(f, in_axes=(None, 1))(shared, examples), 1)
+        batch = jax.tree.map(lambda x: x[None], batch)  # [1, B, ...]
+        value = jax.vmap(f, in_axes=(None, 1))(shared, batch)  # [B, 1, ...]
+        return jax.tree.map(lambda x: x[:, 0], value)
 
     return mapped
 
 
 def scanned(f):
-    f = jax.checkpoint(f)
-    return lambda shared, batch: joined(
-        jax.lax.map(lambda example: f(shared, example), parts(batch, 1)), 1)
+    """Example by example in a loop, everything computed again in the backward pass."""
+    def mapped(shared, batch):
+        batch = jax.tree.map(lambda x: x[:, None], batch)  # [B, 1, ...]
+        value = jax.lax.map(lambda example: jax.checkpoint(f)(shared, example), batch)
+        return jax.tree.map(lambda x: x[:, 0], value)
+
+    return mapped
 
 
 def mesh_of_two(kind=jax.sharding.AxisType.Auto):
@@ -1098,22 +1090,9 @@ def mesh_of_two(kind=jax.sharding.AxisType.Auto):
 
 
 def sharded(f):
-    """shard_map over the batch."""
-    def share(shared, batch, specs):
-        def total(x, spec):
-            is_part = spec == P() and "data" in jax.typeof(x).manual_axis_type.varying
-            return jax.lax.psum(x, "data") if is_part else x
-
-        return jax.tree.map(total, f(shared, batch), specs)
-
-    def mapped(shared, batch):
-        specs = jax.tree.map(lambda x: P("data") if x.shape[:1] == (BATCH,) else P(),
-                             jax.eval_shape(f, shared, batch))
-        return jax.shard_map(
-            functools.partial(share, specs=specs), mesh=mesh_of_two(),
-            in_specs=(P(), P("data")), out_specs=specs)(shared, batch)
-
-    return mapped
+    """Half of the batch on each of two devices, the rest on both."""
+    return jax.shard_map(
+        f, mesh=mesh_of_two(), in_specs=(P(), P("data")), out_specs=P("data"))
 
 
 def jitted(f, **options):
@@ -1166,31 +1145,23 @@ def on_an_explicit_mesh(f, args):
         return placed(f, args, mesh)
 
 
-def primal(derivative):
-    """The value of f that a further derivative of it returns beside the derivative."""
-    def way(f, args):
-        def first(*args):
-            through, floats = by_floats(f, *args)
-            return derivative(through, *floats)[0]
+def under_a_forward_derivative(f, args):
+    """The value that a forward derivative returns beside its own."""
+    def value(*args):
+        through, floats = by_floats(f, *args)
+        return jax.jvp(through, floats, floats)[0]
 
-        return jax.jit(first)(*args)
-
-    return way
+    return jax.jit(value)(*args)
 
 
 ARGUMENTS = ("query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 WAYS = {
     "jit, everything closed over": lambda f, args: jax.jit(lambda: f(*args))(),
-    "jit, donated": lambda f, args: jitted(
-        f, donate_argnums=(0, 1))(*jax.tree.map(jnp.array, args)),
-    "ahead of time": lambda f, args: jitted(f).lower(
-        *jax.eval_shape(lambda: args)).compile()(*args),
     "export for any batch size": exported_for_any_batch,
-    "vmap, differentiated": lambda f, args: jitted(functools.partial(f, wrap=vmapped))(*args),
-    "scan of remat, differentiated": lambda f, args: jitted(
-        functools.partial(f, wrap=scanned))(*args),
-    "forward over the derivative": primal(lambda f, *x: jax.jvp(f, x, x)),
-    "shard_map": lambda f, args: jitted(sharded(f))(*args),
+    "vmap": lambda f, args: jitted(functools.partial(f, wrap=vmapped))(*args),
+    "scan of remat": lambda f, args: jitted(functools.partial(f, wrap=scanned))(*args),
+    "shard_map": lambda f, args: jitted(functools.partial(f, wrap=sharded))(*args),
+    "forward over the derivative": under_a_forward_derivative,
     "auto mesh": lambda f, args: placed(f, args, mesh_of_two()),
     "explicit mesh": on_an_explicit_mesh,
     "enable_x64": under(enable_x64=True),
