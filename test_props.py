@@ -1095,6 +1095,18 @@ def sharded(f):
         f, mesh=mesh_of_two(), in_specs=(P(), P("data")), out_specs=P("data"))
 
 
+def sharded_queries(f):
+    """All of the batch on each of two devices: only the queries are a device's own."""
+    def mapped(shared, batch):
+        [name] = {"query", "x"} & {*batch}
+        value = jax.shard_map(
+            lambda own: f(shared, batch | {name: own}), mesh=mesh_of_two(), in_specs=P("data"),
+            out_specs=P("data"))(jnp.concatenate([batch[name], batch[name]]))  # [2 B, ...]
+        return jax.tree.map(lambda x: x[:BATCH], value)
+
+    return mapped
+
+
 def jitted(f, **options):
     """`f` under jit, as a function that JAX has not seen: it is traced anew."""
     return jax.jit(functools.wraps(f)(lambda *args: f(*args)), **options)
@@ -1161,6 +1173,8 @@ WAYS = {
     "vmap": lambda f, args: jitted(functools.partial(f, wrap=vmapped))(*args),
     "scan of remat": lambda f, args: jitted(functools.partial(f, wrap=scanned))(*args),
     "shard_map": lambda f, args: jitted(functools.partial(f, wrap=sharded))(*args),
+    "shard_map of queries": lambda f, args: jitted(
+        functools.partial(f, wrap=sharded_queries))(*args),
     "forward over the derivative": under_a_forward_derivative,
     "auto mesh": lambda f, args: placed(f, args, mesh_of_two()),
     "explicit mesh": on_an_explicit_mesh,
