@@ -93,16 +93,11 @@ def rotate(x, positions, *, base=10000.0, scaling=None):
 
 def mlp(weights, x):
     """SwiGLU: silu(x w_gate) * (x w_up), times w_down, as x (Shazeer 2020, arXiv:2002.05202)."""
-    @jax.checkpoint  # made again in the backward pass: cheaper than to keep it
-    def gated(x):
-        gate, up = jnp.split(x, 2, axis=-1)
-        return jax.nn.silu(gate) * up
-
     # B and T become one axis: the gradient of a weight sums over both, and to sum over two axes XLA
-    # transposes a [B, T, F] array first, for each weight. One product is faster than two.
+    # transposes a [B, T, F] array first, for each weight.
     rows = x.reshape(-1, x.shape[-1])  # [B T, D]
-    gate_and_up = jnp.concatenate([weights["w_gate"], weights["w_up"]], axis=1)  # [D, 2 F]
-    return (gated(rows @ gate_and_up) @ weights["w_down"]).reshape(x.shape)
+    gate, up = rows @ weights["w_gate"], rows @ weights["w_up"]  # [B T, F] each
+    return ((jax.nn.silu(gate) * up) @ weights["w_down"]).reshape(x.shape)
 
 
 def decoder_layer(layer, x, attend, epsilon):
@@ -117,27 +112,32 @@ def decoder_layer(layer, x, attend, epsilon):
     return x + mlp(layer["mlp"], rms_norm(x, layer["mlp_norm"], epsilon)), more
 
 
-def check_integers(name, values, shape, least, most):
-    """values as int32; what is not in least..most becomes most + 1 where code is compiled.
+def check_range(name, values, shape, least, most):
+    """values as int32 (float32 if `least` is a float), once it is seen that all are in least..most.
 
-    Elsewhere it is a ValueError, as are other dtypes and shapes (a letter stands for any size).
+    ValueError if not, and for other dtypes or shapes (a letter stands for any size). Compiled code
+    cannot raise: there an integer that is not in least..most becomes most + 1, a float NaN.
     """
-    values = jnp.asarray(values)
+    word, kinds, dtype, wrong_one = "integers", "integral", np.int32, most + 1
+    if isinstance(least, float):
+        word, kinds, dtype, wrong_one = "numbers", ("integral", "real floating"), np.float32, np.nan
+    values = values if isinstance(values, jax.Array) else np.asarray(values)
     sizes = tuple(n if isinstance(want, str) else want for want, n in zip(shape, values.shape))
-    if len(shape) != values.ndim or sizes != values.shape or values.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers {shape}, got {values.dtype} {values.shape}")
-    values = values.astype(jnp.int32)  # uint8 cannot be compared with 256
-    wrong = (values < least) | (values > most)
+    if (len(shape), sizes) != (values.ndim, values.shape) or not jnp.isdtype(values.dtype, kinds):
+        raise ValueError(f"{name} must be {word} {shape}, got {values.dtype} {values.shape}")
+    if values.dtype.itemsize < 4:  # uint8 cannot be compared with 256
+        values = values.astype(dtype)
+    wrong = ~((values >= least) & (values <= most))  # so is NaN
     if not isinstance(wrong, jax.core.Tracer) and wrong.any():
         at = tuple(np.argwhere(wrong)[0].tolist())
         raise ValueError(f"{name} must lie in {least}..{most}, got {values[at]} at {list(at)}")
-    return jnp.where(wrong, most + 1, values)
+    return jnp.where(wrong, wrong_one, values.astype(dtype))
 
 
 def embed(params, tokens, dtype=None):
     """Rows of the embedding matrix, [B, T, D]; NaN for a token out of range."""
     table = jnp.asarray(params["embedding"])
-    tokens = check_integers("tokens", tokens, ("B", "T"), 0, len(table) - 1)
+    tokens = check_range("tokens", tokens, ("B", "T"), 0, len(table) - 1)
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan).astype(dtype or table.dtype)
 
 
@@ -187,7 +187,7 @@ def loss_fn(params, batch, **options):
     counted = mask[:, ::-1].cumsum(axis=1)[:, ::-1] > 0  # [B, T], True up to a row's last True
     logits = decoder(params, jnp.where(counted, tokens[:, :-1], 0), **options)  # [B, T, V]
     V, labels = logits.shape[-1], jnp.where(mask, tokens[:, 1:], 0)
-    labels = check_integers("labels", labels, ("B", "T"), 0, V - 1)
+    labels = check_range("labels", labels, ("B", "T"), 0, V - 1)
     # A sum of one term picks a logit without a scatter in the backward pass or a one-hot array.
     hit = jnp.arange(V, dtype=jnp.int32)[None, None] == labels[:, :, None]  # [B, T, V]
     losses = jax.nn.logsumexp(logits, axis=-1) - jnp.where(hit, logits, 0).sum(axis=-1)  # [B, T]
@@ -220,8 +220,8 @@ def cached_decoder(params, tokens, cache, *, seq_lengths=None, rotate=rotate, ep
         raise ValueError(f"the cache holds {B} rows of {S} tokens, got tokens {tokens.shape}")
     T = tokens.shape[1]
     lengths = jnp.full(B, T) if seq_lengths is None else seq_lengths
-    lengths = check_integers("seq_lengths", lengths, (B,), 0, T)
-    check_integers("lengths in the cache", cache["length"][0] + lengths, (B,), 0, S)
+    lengths = check_range("seq_lengths", lengths, (B,), 0, T)
+    check_range("lengths in the cache", cache["length"][0] + lengths, (B,), 0, S)
     real = jnp.arange(T, dtype=jnp.int32)[None] < lengths[:, None]  # [B, T]
     x = embed(params, jnp.where(real, tokens, 0), dtype)  # padding may hold anything
 
@@ -277,26 +277,21 @@ def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, tempe
     if prompt.ndim != 2 or 0 in prompt.shape:
         raise ValueError(f"prompt must be [B, T] with at least one token each, got {prompt.shape}")
     B, T = prompt.shape
-    check_integers("num_tokens", num_tokens, (), 1, 2**31 - 2 - T)
-    check_integers("top_k", V if top_k is None else top_k, (), 1, V)
-    for name, value, least, most in (("temperature", temperature, 0, 1e30),
-                                     ("top_p", 1 if top_p is None else top_p, 1e-9, 1)):
-        seen = not isinstance(value, jax.core.Tracer)
-        if np.ndim(value) != 0 or seen and not least <= float(value) <= most:
-            raise ValueError(f"{name} must be a number in {least}..{most}, got {value}")
-    if not isinstance(temperature, jax.core.Tracer) and float(temperature) == 0:
-        key = temperature = top_k = top_p = None  # not used, and no reason to compile anew
+    check_range("num_tokens", num_tokens, (), 1, 2**31 - 2 - T)
+    check_range("top_k", V if top_k is None else top_k, (), 1, V)
+    drawn_at = check_range("temperature", temperature, (), 0.0, 1e30)
+    top_p = None if top_p is None else check_range("top_p", top_p, (), 1e-9, 1.0)
+    if not isinstance(temperature, jax.core.Tracer) and temperature == 0:
+        key = drawn_at = top_k = top_p = None  # not used, and no reason to compile anew
     elif key is None:
         raise ValueError(f"temperature {temperature} draws: give key=jax.random.key(seed)")
-    else:
-        temperature, top_p = jax.tree.map(jnp.float32, (temperature, top_p))  # of one type for jit
     lengths = jnp.full(B, T) if prompt_lengths is None else prompt_lengths
-    lengths = check_integers("prompt_lengths", lengths, (B,), 1, T)
+    lengths = check_range("prompt_lengths", lengths, (B,), 1, T)
     real = jnp.arange(T, dtype=jnp.int32)[None] < lengths[:, None]  # [B, T]
-    prompt = check_integers("prompt", jnp.where(real, prompt, 0), (B, T), 0, V - 1)
+    prompt = check_range("prompt", jnp.where(real, prompt, 0), (B, T), 0, V - 1)
     stop = np.zeros(0, int) if stop_token is None else jnp.ravel(jnp.asarray(stop_token))
-    stop = check_integers("stop_token", stop, ("n",), 0, V - 1)
-    return generate_compiled(params, prompt, lengths, key, temperature, top_p, stop, top_k=top_k,
+    stop = check_range("stop_token", stop, ("n",), 0, V - 1)
+    return generate_compiled(params, prompt, lengths, key, drawn_at, top_p, stop, top_k=top_k,
                              num_tokens=int(num_tokens), rotate=rotate, epsilon=epsilon)
 
 

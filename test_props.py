@@ -1811,7 +1811,7 @@ def test_tokens_out_of_range(bad):
         decoder.loss_fn(params, batch)
 
 
-check_byte = jax.jit(decoder.check_integers, static_argnums=(0, 2, 3, 4))
+check_byte = jax.jit(decoder.check_range, static_argnums=(0, 2, 3, 4))
 
 
 @given(value=st.integers(0, 300), dtype=st.sampled_from([np.uint8, np.int8, np.uint32, np.int64]))
