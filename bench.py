@@ -383,7 +383,7 @@ def measure_decoder(args):
     init = partial(
         decoder.init_decoder, jax.random.key(args.seed), vocab_size=256, num_layers=args.layers,
         model_dim=args.model_dim, num_heads=args.heads, num_kv_heads=args.kv_heads)
-    batches = [decoder.training_batch(tokens[:start], args.batch_size, args.length, args.seed, step)
+    batches = [data.training_windows(tokens[:start], args.batch_size, args.length, args.seed, step)
                for step in range(200)]
     params, optimizer = jax.jit(init)(), minijax_train.make_optimizer(1e-3, 0.1, b2=0.95)
     values = {}
@@ -397,7 +397,7 @@ def measure_decoder(args):
     values |= measure_speed(args, state, step, batches[0])  # in float32
     with contextlib.redirect_stdout(sys.stderr):  # its lines are progress here
         params = decoder.train(args, init, tokens[:start], jax.devices())
-    windows = decoder.evaluation_windows(tokens, start, args.length)
+    windows = data.evaluation_windows(tokens, start, args.length)
     values[figure, "minijax"] = [decoder.held_out_bits(params, windows)]
     values[figure, "learning as it reads"] = [adaptive_bits(params, windows)]
     for name, compress in ("xz", partial(lzma.compress, preset=9)), ("bz2", bz2.compress):

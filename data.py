@@ -103,6 +103,27 @@ def to_device(iterator, sharding=None, size=2):
     return generate()
 
 
+def training_windows(text, batch_size, length, seed, step):
+    """The batch of a step, a function of (seed, step): windows of length + 1 bytes from anywhere.
+
+    text: integer [n], n > length -> {"tokens": [B, length + 1], "mask": bool [B, length]}.
+    """
+    starts = np.random.default_rng([seed, step]).integers(0, len(text) - length, batch_size)
+    tokens = text[starts[:, None] + np.arange(length + 1)]  # [B, length + 1]
+    return {"tokens": tokens, "mask": np.ones((batch_size, length), bool)}
+
+
+def evaluation_windows(text, start, length):
+    """W batches of one that predict each byte of text[start:] once, in order; length < start.
+
+    {"tokens": [W, 1, length + 1], "mask"}. They slide by a quarter, and only what is new counts.
+    """
+    edges = np.append(np.arange(start, len(text), math.ceil(length / 4)), len(text))
+    tokens = text[edges[1:, None] + np.arange(-length - 1, 0)]  # [W, length + 1]
+    mask = np.arange(length) >= length - np.diff(edges)[:, None]  # [W, length]
+    return {"tokens": tokens[:, None], "mask": mask[:, None]}
+
+
 def _checked(dataset):
     if not isinstance(dataset, dict) or "mask" in dataset:
         raise ValueError(f"expected a dict of arrays, none called 'mask', got {dataset!r:.80}")

@@ -438,26 +438,8 @@ def documentation():
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def training_batch(text, batch_size, length, seed, step):
-    """The batch of a step, a function of (seed, step): windows of length + 1 bytes anywhere."""
-    starts = np.random.default_rng([seed, step]).integers(0, len(text) - length, batch_size)
-    tokens = text[starts[:, None] + np.arange(length + 1)]  # [B, T + 1]
-    return {"tokens": tokens, "mask": np.ones((batch_size, length), bool)}
-
-
-def evaluation_windows(text, start, length):
-    """W batches of one that predict each byte of text[start:] once, in order; length < start.
-
-    {"tokens": [W, 1, length + 1], "mask"}. They slide by a quarter, and only what is new counts.
-    """
-    edges = np.append(np.arange(start, len(text), math.ceil(length / 4)), len(text))
-    tokens = text[edges[1:, None] + np.arange(-length - 1, 0)]  # [W, length + 1]
-    mask = np.arange(length) >= length - np.diff(edges)[:, None]  # [W, length]
-    return {"tokens": tokens[:, None], "mask": mask[:, None]}
-
-
 def held_out_bits(params, windows):
-    """Bits per byte on `evaluation_windows`, a float."""
+    """Bits per byte on `data.evaluation_windows`, a float."""
     metrics = jax.lax.map(lambda window: loss_fn(params, window)[1], windows)
     nats = np.average(np.asarray(metrics["loss"], float), weights=metrics["tokens"])
     return float(nats / math.log(2))
@@ -477,7 +459,7 @@ def train(args, init, text, devices):
     settings = {name: getattr(args, name) for name in RECIPE}
     state, save = checkpoint.start_or_resume(
         args.checkpoint_dir, {**state, "step": 0}, settings, args.resume)
-    batches = (training_batch(text, args.batch_size, args.length, args.seed, step)
+    batches = (data.training_windows(text, args.batch_size, args.length, args.seed, step)
                for step in range(state["step"], args.steps))
     intervals = data.to_device(data.stack(batches, args.log_every), by_step)
 
@@ -491,6 +473,7 @@ def train(args, init, text, devices):
 def run(args):
     """Trains, unless that is done, and writes: {"bits_per_byte" if trained, "written": bytes}."""
     import checkpoint
+    import data
     import minijax_train
     devices = minijax_train.find_devices()
     saved = {"settings": {name: default for name, (default, _) in RECIPE.items()}, "step": -1}
@@ -513,7 +496,7 @@ def run(args):
         params = checkpoint.load_checkpoint(newest, like, partial=True)["params"]
     else:
         params = train(args, init, text[:start], devices)
-        windows = evaluation_windows(text, start, args.length)
+        windows = data.evaluation_windows(text, start, args.length)
         result["bits_per_byte"] = held_out_bits(params, windows)
         print(f"held-out bits per byte: {result['bits_per_byte']:.4f}")
     key = jax.random.fold_in(jax.random.key(args.seed), 1)  # not that of the parameters

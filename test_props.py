@@ -2260,7 +2260,7 @@ def test_evaluation_predicts_every_held_out_byte_once(size, length):
 
     Catches bytes dropped at the ragged end or counted twice, the first byte left out."""
     text = np.random.default_rng(size).permutation(200)[:60 + size].astype(np.uint8)  # each once
-    windows, seen = decoder.evaluation_windows(text, 60, length), []
+    windows, seen = data.evaluation_windows(text, 60, length), []
     for (row,), (mask,) in zip(windows["tokens"], windows["mask"]):
         for t in np.flatnonzero(mask):
             where = np.flatnonzero(text == row[t + 1])[0]
@@ -2273,7 +2273,7 @@ def test_evaluation_predicts_every_held_out_byte_once(size, length):
 def test_held_out_bits():
     """The mean of -log2 p over the counted bytes. Catches nats, and a mean of means."""
     text = np.resize(TOKENS, 60).astype(np.uint8)
-    windows = decoder.evaluation_windows(text, 43, 12)  # 17 bytes by threes: the last is ragged
+    windows = data.evaluation_windows(text, 43, 12)  # 17 bytes by threes: the last is ragged
     nats = oracle_losses(small_decoder(), jax.tree.map(lambda x: x[:, 0], windows))
     assert len(nats) == 17
     got = decoder.held_out_bits(small_decoder(), windows)
@@ -2287,7 +2287,7 @@ def test_training_windows_are_a_function_of_seed_and_step(seed, step):
 
     Catches an order that a resumed run could not find again, a last byte that no window holds."""
     text = np.arange(12, dtype=np.uint8)
-    tokens, again, later, other = (decoder.training_batch(text, 300, 8, *at)["tokens"] for at in (
+    tokens, again, later, other = (data.training_windows(text, 300, 8, *at)["tokens"] for at in (
         (seed, step), (seed, step), (seed, step + 1), (seed + 1, step)))
     np.testing.assert_array_equal(tokens, tokens[:, :1] + np.arange(9))
     assert set(tokens[:, 0].tolist()) == {0, 1, 2, 3}
