@@ -377,7 +377,7 @@ def measure_decoder(args):
     """Training and generation beside transformers; bits per byte beside compressors; bfloat16."""
     progress("about 6 minutes at the default sizes, on 2 cores")
     vars(args).update({name: default for name, (default, _) in decoder.RECIPE.items()})
-    text = decoder.documentation()
+    text = data.documentation()
     start = len(text) - len(text) // 10  # where the held-out part begins
     tokens, figure = np.frombuffer(text, np.uint8), "held-out bits per byte"
     init = partial(
@@ -397,7 +397,7 @@ def measure_decoder(args):
     values |= measure_speed(args, state, step, batches[0])  # in float32
     with contextlib.redirect_stdout(sys.stderr):  # its lines are progress here
         params = decoder.train(args, init, tokens[:start], jax.devices())
-    windows = data.evaluation_windows(tokens, start, args.length)
+    windows = decoder.evaluation_windows(tokens, start, args.length)
     values[figure, "minijax"] = [decoder.held_out_bits(params, windows)]
     values[figure, "learning as it reads"] = [adaptive_bits(params, windows)]
     for name, compress in ("xz", partial(lzma.compress, preset=9)), ("bz2", bz2.compress):

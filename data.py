@@ -9,7 +9,6 @@ a second time. So all batches have one shape: what is left over is dropped, or f
 in "mask". Importing this file touches no device; `python data.py` finds or fetches Fashion-MNIST.
 """
 import argparse
-import collections
 import hashlib
 import itertools
 import math
@@ -92,36 +91,28 @@ def to_device(iterator, sharding=None, size=2):
         return jax.make_array_from_process_local_data(sharding, leaf)  # one process: it has all
 
     def generate():
-        ready = collections.deque()
+        ready = []
         for batch in source:
             shardings = jax.tree.broadcast(sharding, batch, is_leaf=lambda s: s is None)
             ready.append(jax.tree.map(place, batch, shardings))
             if len(ready) > size:
-                yield ready.popleft()
+                yield ready.pop(0)
         yield from ready
 
     return generate()
 
 
-def training_windows(text, batch_size, length, seed, step):
-    """The batch of a step, a function of (seed, step): windows of length + 1 bytes from anywhere.
+def documentation():
+    """Python's help() topics in alphabetical order, newlines between: bytes."""
+    from pydoc_data.topics import topics
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
 
-    text: integer [n], n > length -> {"tokens": [B, length + 1], "mask": bool [B, length]}.
-    """
+
+def training_windows(text, batch_size, length, seed, step):
+    """The batch of a step, a function of (seed, step): windows of length + 1 bytes anywhere."""
     starts = np.random.default_rng([seed, step]).integers(0, len(text) - length, batch_size)
     tokens = text[starts[:, None] + np.arange(length + 1)]  # [B, length + 1]
     return {"tokens": tokens, "mask": np.ones((batch_size, length), bool)}
-
-
-def evaluation_windows(text, start, length):
-    """W batches of one that predict each byte of text[start:] once, in order; length < start.
-
-    {"tokens": [W, 1, length + 1], "mask"}. They slide by a quarter, and only what is new counts.
-    """
-    edges = np.append(np.arange(start, len(text), math.ceil(length / 4)), len(text))
-    tokens = text[edges[1:, None] + np.arange(-length - 1, 0)]  # [W, length + 1]
-    mask = np.arange(length) >= length - np.diff(edges)[:, None]  # [W, length]
-    return {"tokens": tokens[:, None], "mask": mask[:, None]}
 
 
 def _checked(dataset):

@@ -175,9 +175,9 @@ def decoder(params, tokens, *, rotate=rotate, epsilon=1e-5, implementation=None,
 def loss_fn(params, batch, **options):
     """(mean cross-entropy in nats per predicted token, {"loss": the same, "tokens": how many}).
 
-    batch: {"tokens": integer [B, T + 1], "mask": bool [B, T]}; mask[:, t] says whether to count the
-    prediction of tokens[:, t + 1]. Where none counts, loss and gradients are 0. What follows a
-    row's last counted token is padding and may hold anything. options: those of `decoder`.
+    batch: {"tokens": integer [B, T + 1], "mask": bool [B, T]}; mask[:, t]: does the prediction of
+    tokens[:, t + 1] count? Without any, loss and gradients are 0. After a row's last one comes
+    padding, which may hold anything. options: those of `decoder`.
     """
     tokens, mask = jnp.asarray(batch["tokens"]), jnp.asarray(batch["mask"])
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or (
@@ -379,12 +379,10 @@ def rope_from(config):
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     unknown = rope.keys() - {"rope_type", "type", "rope_theta", *ROPE_NUMBERS["llama3"]}
-    if kind not in ROPE_NUMBERS or unknown:
-        raise ValueError(f"config: rope may be one of {ROPE_NUMBERS}, got {rope}")
     rope = {"original_max_position_embeddings": config.get("max_position_embeddings"), **rope}
-    scaling = tuple(rope.get(name) for name in ROPE_NUMBERS[kind])
-    if None in scaling:
-        raise ValueError(f"config: {kind} rope needs {ROPE_NUMBERS[kind]}, got {rope}")
+    scaling = tuple(rope.get(name) for name in ROPE_NUMBERS.get(kind, [None]))
+    if unknown or None in scaling:
+        raise ValueError(f"config: rope may be one of {ROPE_NUMBERS}, got {rope}")
     base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     return functools.partial(rotate, base=float(base), scaling=scaling or None)
 
@@ -432,14 +430,19 @@ def make_muon(learning_rate, weight_decay):
         adam_learning_rate=lambda step: learning_rate(step) / 5, adam_b2=0.95)
 
 
-def documentation():
-    """Python's help() topics in alphabetical order, newlines between: bytes."""
-    from pydoc_data.topics import topics
-    return "\n".join(topics[name] for name in sorted(topics)).encode()
+def evaluation_windows(text, start, length):
+    """W batches of one that predict each byte of text[start:] once, in order; length < start.
+
+    {"tokens": [W, 1, length + 1], "mask"}. They slide by a quarter, and only what is new counts.
+    """
+    edges = np.append(np.arange(start, len(text), math.ceil(length / 4)), len(text))
+    tokens = text[edges[1:, None] + np.arange(-length - 1, 0)]  # [W, length + 1]
+    mask = np.arange(length) >= length - np.diff(edges)[:, None]  # [W, length]
+    return {"tokens": tokens[:, None], "mask": mask[:, None]}
 
 
 def held_out_bits(params, windows):
-    """Bits per byte on `data.evaluation_windows`, a float."""
+    """Bits per byte on `evaluation_windows`, a float."""
     metrics = jax.lax.map(lambda window: loss_fn(params, window)[1], windows)
     nats = np.average(np.asarray(metrics["loss"], float), weights=metrics["tokens"])
     return float(nats / math.log(2))
@@ -481,12 +484,12 @@ def run(args):
     if newest:
         saved = checkpoint.load_checkpoint(newest, saved, partial=True)
     args = argparse.Namespace(**{**saved["settings"], **vars(args)})  # flags that are given win
-    text = checkpoint.expand_home(args.text).read_bytes() if args.text else documentation()
-    text, start = np.frombuffer(text, np.uint8), len(text) - len(text) // 10  # a tenth is held out
+    text = checkpoint.expand_home(args.text).read_bytes() if args.text else data.documentation()
+    start = len(text) - len(text) // 10  # a tenth is held out
     if not args.length < start < len(text):
         raise ValueError(f"{len(text)} bytes of text are too few for --length {args.length}")
-    prompt = np.frombuffer((args.prompt or "").encode(), np.uint8)
-    prompt = prompt if len(prompt) else text[start:start + args.length // 4 + 1]
+    prompt = args.prompt.encode() or text[start:start + args.length // 4 + 1]
+    prompt, text = np.frombuffer(prompt, np.uint8), np.frombuffer(text, np.uint8)
     init = functools.partial(
         init_decoder, jax.random.key(args.seed), vocab_size=256, num_layers=args.layers,
         model_dim=args.model_dim, num_heads=args.heads, num_kv_heads=args.kv_heads)
@@ -496,7 +499,7 @@ def run(args):
         params = checkpoint.load_checkpoint(newest, like, partial=True)["params"]
     else:
         params = train(args, init, text[:start], devices)
-        windows = data.evaluation_windows(text, start, args.length)
+        windows = evaluation_windows(text, start, args.length)
         result["bits_per_byte"] = held_out_bits(params, windows)
         print(f"held-out bits per byte: {result['bits_per_byte']:.4f}")
     key = jax.random.fold_in(jax.random.key(args.seed), 1)  # not that of the parameters
@@ -519,7 +522,7 @@ def main(argv=None):
         add("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, metavar="X",
             help=f"{meaning} ({default})")
     add("--log-every", type=count, default=50, metavar="X", help="steps per line and save (50)")
-    add("--prompt", metavar="TEXT", help="what to go on from, for the start of the held-out text")
+    add("--prompt", default="", metavar="TEXT", help="go on from this, not from held-out text")
     add("--tokens", type=count, default=384, metavar="N", help="bytes to write (384)")
     add("--temperature", type=number(float, 0, 1e30), default=0.7, metavar="X", help="(0.7)")
     add("--top-k", type=number(int, 1, 256), metavar="K", help="draw among the K likeliest bytes")

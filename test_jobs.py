@@ -865,7 +865,7 @@ def test_command_trains_measures_and_writes(trained):
         jax.random.key(0), vocab_size=256, num_layers=1, model_dim=16, num_heads=2,
         num_kv_heads=1))}
     params = checkpoint.load_checkpoint(folder / "ck" / "step_4.npz", like, partial=True)["params"]
-    windows = data.evaluation_windows(text, 1404, 16)
+    windows = decoder.evaluation_windows(text, 1404, 16)
     bits = decoder.held_out_bits(params, windows)
     np.testing.assert_allclose(result["bits_per_byte"], bits, rtol=1e-6)
     assert 2 < result["bits_per_byte"] < 12 and len(result["written"]) == 5
@@ -949,7 +949,7 @@ def bare(monkeypatch):
     monkeypatch.setattr(bench.util, "find_spec", lambda name: None)
     monkeypatch.setattr(bench, "LENGTHS", (8,))
     monkeypatch.setattr(bench, "LEAST", 0)
-    monkeypatch.setattr(decoder, "documentation", lambda: b"ab" * 300)
+    monkeypatch.setattr(data, "documentation", lambda: b"ab" * 300)
     monkeypatch.setattr(decoder, "train", lambda args, init, text, devices: jax.jit(init)())
     monkeypatch.setattr(decoder, "generate", lambda params, prompt, count: prompt)
     monkeypatch.setattr(decoder, "loss_fn", frequencies)

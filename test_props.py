@@ -2260,7 +2260,7 @@ def test_evaluation_predicts_every_held_out_byte_once(size, length):
 
     Catches bytes dropped at the ragged end or counted twice, the first byte left out."""
     text = np.random.default_rng(size).permutation(200)[:60 + size].astype(np.uint8)  # each once
-    windows, seen = data.evaluation_windows(text, 60, length), []
+    windows, seen = decoder.evaluation_windows(text, 60, length), []
     for (row,), (mask,) in zip(windows["tokens"], windows["mask"]):
         for t in np.flatnonzero(mask):
             where = np.flatnonzero(text == row[t + 1])[0]
@@ -2273,7 +2273,7 @@ def test_evaluation_predicts_every_held_out_byte_once(size, length):
 def test_held_out_bits():
     """The mean of -log2 p over the counted bytes. Catches nats, and a mean of means."""
     text = np.resize(TOKENS, 60).astype(np.uint8)
-    windows = data.evaluation_windows(text, 43, 12)  # 17 bytes by threes: the last is ragged
+    windows = decoder.evaluation_windows(text, 43, 12)  # 17 bytes by threes: the last is ragged
     nats = oracle_losses(small_decoder(), jax.tree.map(lambda x: x[:, 0], windows))
     assert len(nats) == 17
     got = decoder.held_out_bits(small_decoder(), windows)
@@ -2298,7 +2298,7 @@ def test_documentation_is_the_help_topics():
     """All topics in alphabetical order, the same in every process. Catches an order by hash."""
     from pydoc_data.topics import topics
     want = [line for name in sorted(topics) for line in topics[name].split("\n")]
-    assert decoder.documentation().decode().split("\n") == want
+    assert data.documentation().decode().split("\n") == want
 
 
 def test_muon_makes_the_updates_of_matrices_orthogonal():
