@@ -1224,127 +1224,76 @@ def test_every_way_to_trace_and_place_returns_what_the_plain_call_does(name, way
     close(got, want)
 
 
-BF16 = np.dtype(jnp.bfloat16)
-NATIVE = ["float32", "float16", "float64", "uint8", "int32", "bool", "complex64", ">f8", ">i2"]
+# ---------- checkpoint.py: there and back
+
 SHAPES = st.sampled_from([(), (1,), (3,), (0, 4), (2, 3)])
-NUMPY_LEAVES = (
-    st.sampled_from(NATIVE).flatmap(lambda dtype: hnp.arrays(dtype, SHAPES))
-    | hnp.arrays("float32", (4, 3), elements=st.floats(-9, 9, width=32)).map(lambda a: a[::2].T)
-    | st.sampled_from([BF16, jnp.float8_e4m3fn, jnp.float8_e5m2]).map(np.dtype).flatmap(
-        lambda dtype: hnp.arrays(f"u{dtype.itemsize}", SHAPES).map(lambda a: a.view(dtype))))
-KEYS = st.builds(lambda seed, impl: jax.random.split(jax.random.key(seed, impl=impl)),
-                 st.integers(0, 99), st.sampled_from(["threefry2x32", "rbg"]))
-SCALARS = st.booleans() | st.integers(-2**63, 2**63 - 1) | st.floats() | st.text("aé/", max_size=3)
-LEAVES = NUMPY_LEAVES | hnp.arrays("float32", SHAPES).map(jnp.asarray) | KEYS | SCALARS | st.none()
+DTYPES = st.sampled_from(
+    ["float32", "float16", "float64", "uint8", "int32", "bool", "complex64", ">f8", ">i2",
+     jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]).map(np.dtype)
+LEAVES = (DTYPES.flatmap(lambda dtype: hnp.arrays(f"u{dtype.itemsize}", SHAPES).map(
+              lambda bits: bits.view(dtype)))
+          | hnp.arrays("float32", SHAPES).map(jnp.asarray) | st.none() | st.booleans()
+          | st.integers(-2**63, 2**63 - 1) | st.floats() | st.text("aé/", max_size=3)
+          | st.builds(lambda seed, impl: jax.random.split(jax.random.key(seed, impl=impl)),
+                      st.integers(0, 99), st.sampled_from(["threefry2x32", "rbg"])))
 NAMES = st.sampled_from(["a", "b/c", "..", "w:bfloat16", "é", "x.npz", ""])
 TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner)
                      | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6)
 
 
+def reload(tree, like, **options):
+    """A tree, saved in a folder of its own and loaded again."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save_checkpoint(f"{folder}/c.npz", tree)
+        assert os.listdir(folder) == ["c.npz"]
+        return checkpoint.load_checkpoint(f"{folder}/c.npz", like, **options)
+
+
 def leaf_bits(leaf):
     """(kind, dtype, shape, bytes) of a leaf: what two equal leaves share."""
-    if checkpoint.is_key(leaf):
-        return str(leaf.dtype), np.asarray(jax.random.key_data(leaf)).tobytes()
-    array = np.asarray(leaf)
-    kind = jax.Array if isinstance(leaf, jax.Array) else type(leaf)
-    return kind, array.dtype, array.shape, array.tobytes()
+    array = np.asarray(jax.random.key_data(leaf) if checkpoint.is_key(leaf) else leaf)
+    return type(leaf), getattr(leaf, "dtype", None), array.shape, array.tobytes()
 
 
 @given(tree=TREES)
-@example(tree={"a": {"b": np.ones(2, BF16)}, "c": [jax.random.key(3), 7, True, "text", None, {}]})
-def test_decode_inverts_encode(tree, tmp_path_factory):
+@example(tree={"a": {"b": np.ones(2, jnp.bfloat16)}, "t": np.arange(12.).reshape(4, 3)[::2].T,
+               "c": [jax.random.key(3), 7, True, "text", None, {}]})
+def test_decode_inverts_encode(tree):
     """Any tree of arrays, keys and scalars comes back leaf for leaf, to kind, dtype, shape and bit.
     Catches bfloat16 as void, keys as integers, () as (1,), 1 as int64, swapped bytes."""
-    path = tmp_path_factory.mktemp("round") / "c.npz"
-    checkpoint.save_checkpoint(path, tree)
-    loaded = checkpoint.load_checkpoint(path, tree)
-    assert jax.tree.map(leaf_bits, loaded) == jax.tree.map(leaf_bits, tree)
-    assert [file.name for file in path.parent.iterdir()] == ["c.npz"]
+    assert jax.tree.map(leaf_bits, reload(tree, tree)) == jax.tree.map(leaf_bits, tree)
 
 
-SAVED = {"w": jnp.ones((2, 3)), "n": np.int32(1), "k": jax.random.key(0), "s": [3, True, "text"]}
-
-
-@pytest.mark.parametrize("like, words", [
-    (SAVED | {"n": None}, "n is only there"), (SAVED | {"x": 1}, "x is missing"),
-    (SAVED | {"w": jnp.ones((3, 2))}, r"w is float32\[2, 3\] there, expected float32\[3, 2\]"),
-    (SAVED | {"n": 1}, r"n is int32\[\] there, expected int64"),
-    (SAVED | {"s": [True, True, "text"]}, "s/0 is int64.* expected bool"),
-    (SAVED | {"s": [3, True, 1]}, "s/2 is <U4.* expected int64"),
-    (SAVED | {"w": jnp.ones((2, 3), jnp.bfloat16)}, "w is only there|w:bfloat16 is missing"),
-    (SAVED | {"k": jax.random.key(0, impl="rbg")}, "k:key<(fry|rbg)> is"),
-    (SAVED | {"k": np.zeros(2, np.uint32)}, "k is missing|k:key<fry> is only there"),
-    (SAVED | {"k": jax.random.split(SAVED["k"])}, r"k:.*uint32\[2\] .*uint32\[2, 2\]")])
-def test_what_does_not_fit_is_refused_by_name(like, words, tmp_path):
-    """The error names a leaf that differs, what the file holds and what was expected.
-    Catches broadcast, cast and reinterpreted leaves, and what the file alone holds."""
-    checkpoint.save_checkpoint(tmp_path / "c.npz", SAVED)
-    with pytest.raises(ValueError, match=words):
-        checkpoint.load_checkpoint(tmp_path / "c.npz", like)
-
-
-@pytest.mark.parametrize("tree", [
-    {"x": object()}, {"x": 2**70}, {"x": np.array(["a"])}, {"x": np.zeros(1, "M8[s]")},
-    {"x": np.zeros(1, [("a", "f4")])}, {"a/b": 1, "a": {"b": 2}}, {"file": 1}, {"allow_pickle": 1},
-    {"x.npy": 1, "x": 2}, {"x\0y": 1}, {"x" * 70_000: 1}, {"w:bfloat16": 1, "w": np.ones(1, BF16)}])
-def test_what_an_archive_cannot_keep_is_refused(tree, tmp_path):
-    """Leaves to pickle, names for two arrays or none: ValueError. Catches lost leaves."""
-    with pytest.raises(ValueError, match="names no array or two|must be numbers"):
-        checkpoint.save_checkpoint(tmp_path / "c.npz", tree)
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("saved, like", [(">i4", "<i4"), ("<i4", ">i4")])
-def test_the_order_of_bytes_is_that_of_like(saved, like, tmp_path):
-    """Values survive another order of bytes. Catches bytes read the wrong way round."""
-    checkpoint.save_checkpoint(tmp_path / "c.npz", np.arange(3, dtype=saved))
-    loaded = checkpoint.load_checkpoint(tmp_path / "c.npz", np.zeros(3, like))
-    assert loaded.tolist() == [0, 1, 2] and loaded.dtype == like
-
-
-def test_a_trained_model_alone(tmp_path):
-    """Parameters come out of a training state by descriptions of them, keys too (case L04).
-    Catches `partial` that is always on or never, numbers as names in the file."""
-    init = lambda key: [{"w": jax.random.bits(key, 3), "rng": key}]  # noqa: E731
-    params = init(jax.random.key(1))
-    checkpoint.save_checkpoint(tmp_path / "c.npz", {"params": params, "ema": 0.5})
-    with np.load(tmp_path / "c.npz") as archive:
-        assert set(archive.files) == {"params/0/w", "params/0/rng:key<fry>", "ema"}
-    like = {"params": jax.eval_shape(init, jax.random.key(0))}
-    loaded = checkpoint.load_checkpoint(tmp_path / "c.npz", like, partial=True)
-    assert jax.tree.map(leaf_bits, loaded) == {"params": jax.tree.map(leaf_bits, params)}
-    with pytest.raises(ValueError, match="is only there"):
-        checkpoint.load_checkpoint(tmp_path / "c.npz", like)
+def test_a_leaf_comes_back_as_like_describes_it():
+    """In its order of bytes; a part, of which `like` holds descriptions, suffices (case L04).
+    Catches bytes read the wrong way round, text of one length, `partial` that is never on."""
+    big, little = np.arange(3, dtype=">i4"), np.arange(3, dtype="<i4")
+    want = {"params": [jax.random.key(1), jnp.ones(3)], "n": np.array(4), "s": "text",
+            "x": [little, big]}
+    like = {"params": jax.eval_shape(lambda: want["params"]), "n": np.int64(0), "s": "",
+            "x": [little, big]}
+    loaded = reload({**want, "x": [big, little], "ema": 0.5}, like, partial=True)
+    assert jax.tree.map(leaf_bits, loaded) == jax.tree.map(leaf_bits, want)
 
 
 @pytest.mark.parametrize("place", [
-    lambda x: x, lambda x: jax.device_put(x, jax.devices()[-1]),
-    lambda x: jax.device_put(x, jax.NamedSharding(jax.make_mesh((1,), ("batch",)), jax.P()))])
-def test_a_loaded_state_compiles_nothing_anew(place, tmp_path):
+    None, jax.devices()[-1], NamedSharding(jax.make_mesh((1,), ("batch",)), P())])
+def test_a_loaded_state_compiles_nothing_anew(place):
     """Free, committed or on a mesh, leaves return to their place.
     Catches leaves that are always committed, which compile a step anew."""
-    tree = place({"w": jnp.ones(3), "key": jax.random.key(0)})
+    tree = jax.device_put({"w": jnp.ones(3), "key": jax.random.key(0)}, place)
     step = jax.jit(lambda tree: {**tree, "w": tree["w"] + 1})
-    checkpoint.save_checkpoint(tmp_path / "c.npz", step(tree))
-    loaded = checkpoint.load_checkpoint(tmp_path / "c.npz", tree)
-    for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(tree), strict=True):
-        assert (x.sharding, x.committed) == (y.sharding, y.committed)
-    assert step(loaded)["w"].tolist() == [3, 3, 3] and step._cache_size() == 1
+    assert step(reload(step(tree), tree))["w"].tolist() == [3, 3, 3] and step._cache_size() == 1
 
 
-# ---------- data.py: batches, onto the device
+# ---------- data.py: batches, onto the device, images
 
 
-def numbered(count):
-    """A dataset whose example i shows i + 1 under every key: no row looks like padding."""
-    number = np.arange(1, count + 1, dtype=np.int32)  # [n]
-    return {"image": number.astype(np.uint8).repeat(6).reshape(count, 2, 3), "number": number,
+def examples(number):
+    """Examples that show these numbers under every key; padding shows 0."""
+    number = np.array(number, np.int32)
+    return {"image": number.astype(np.uint8).repeat(6).reshape(-1, 2, 3), "number": number,
             "target": number.astype(jnp.bfloat16)[:, None]}
-
-
-def rows(items):
-    """The examples (as in `numbered`) that the masks of batches call real, in order."""
-    return np.concatenate([batch["number"][batch["mask"]] - 1 for batch in items]).tolist()
 
 
 @given(st.integers(1, 40), st.integers(1, 45), st.sampled_from([None, 0, 2**63 + 1]),
@@ -1355,82 +1304,33 @@ def test_batches_hold_each_example_once(count, batch_size, seed, remainder, conv
     Catches a ragged last batch, mismatched keys, padding that counts as data, a reused buffer."""
     kept = count - count % batch_size if remainder == "drop" else count
     assume(kept > 0)
-    dataset = jax.tree.map(convert, numbered(count))
+    original = examples(range(1, count + 1))
+    dataset = jax.tree.map(convert, original)
     items = list(data.batches(dataset, batch_size, seed=seed, remainder=remainder))
-    order = rows(items)
-    assert len(set(order)) == len(order) == kept and (seed is not None or order == sorted(order))
-    for name, array in {**numbered(count), "mask": np.ones(count, bool)}.items():
-        whole = np.concatenate([batch[name] for batch in items])  # padding included
-        np.testing.assert_array_equal(whole[:kept], array[order], strict=True)
-        assert not whole[kept:].any()
-    for start, batch in zip(range(0, kept, batch_size), items, strict=True):
-        assert rows([batch]) == order[start:start + batch_size] and len(batch) == len(dataset) + 1
-        assert {len(part) for part in batch.values()} == {batch_size}
+    shown = np.concatenate([batch["number"] for batch in items])
+    assert len({*shown[:kept]} - {0}) == kept > len(shown) - batch_size
+    assert seed is not None or (shown[:kept] == original["number"][:kept]).all()
+    right = functools.partial(np.testing.assert_array_equal, strict=True)
+    for batch, number in zip(items, shown.reshape(-1, batch_size), strict=True):
+        jax.tree.map(right, batch, {**examples(number), "mask": number > 0})
         jax.tree.map(lambda part: part.fill(0), batch)  # this must change nothing else
-    jax.tree.map(np.testing.assert_array_equal, dataset, numbered(count))
+    equal(dataset, original)
 
 
 @pytest.mark.parametrize("seed, options, order", [
     (0, {}, [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]), (0, {"epoch": 1}, [5, 3, 7, 8, 2, 4, 1, 0, 6, 9]),
-    (1, {"epoch": 0}, [3, 5, 2, 9, 7, 0, 8, 6, 1, 4]), (2**32, {}, [7, 5, 3, 4, 0, 2, 9, 6, 1, 8]),
     (2**63 + 7, {"epoch": np.int64(5)}, [3, 2, 1, 6, 8, 5, 9, 0, 7, 4])])
 def test_order_is_a_function_of_seed_and_epoch(seed, options, order):
     """This very order on every machine, in batches of any size: a checkpoint resumes anywhere.
     Catches epoch 0 replayed, seed + epoch or half a seed used, global state, a biased shuffle."""
-    for batch_size in 3, 10:
-        items = data.batches(numbered(10), batch_size, seed=seed, remainder="pad", **options)
-        assert rows(items) == order
-
-
-QUAD = {"image": np.zeros((4, 2, 2)), "label": np.zeros(4, np.uint8)}
-
-
-batches = functools.partial(data.batches, batch_size=2)
-INTEGERS = [  # function of one, its name, the least
-    (lambda size: data.batches(QUAD, size), "batch_size", 1),
-    (lambda seed: batches(QUAD, seed=seed), "seed", 0),
-    (lambda epoch: batches(QUAD, epoch=epoch), "epoch", 0),
-    (lambda steps: data.stack([], steps), "steps", 1),
-    (lambda size: data.to_device([], size=size), "size", 0),
-    (lambda seed: data.synthetic(seed, 5, 5), "seed", 0),
-    (lambda count: data.synthetic(0, count, 5), "num_train", 1),
-    (lambda count: data.synthetic(0, 5, count), "num_test", 1)]
-
-
-@pytest.mark.parametrize("function, bad, reason", [
-    *[(function, bad, f"{name} must be an integer of at least {least}, got {bad!r}")
-      for function, name, least in INTEGERS for bad in (least - 1, 1.0, "2", True, 2**64)],
-    (lambda size: data.batches(QUAD, size), 5, "batch_size 5 exceeds the 4 examples"),
-    (lambda bad: batches(QUAD, remainder=bad), "keep", "'drop' or 'pad', got 'keep'"),
-    (batches, {**QUAD, "mask": np.ones(4, bool)}, "none called 'mask', got {'image'"),
-    (batches, {**QUAD, "label": np.zeros(3)}, r"one length .*\(4, 2, 2\).*'float64 \(3,\)'"),
-    (batches, {**QUAD, "label": list("abcd")}, "<U1"), (batches, {"x": 3}, r"'x': 'int64 \(\)'"),
-    (batches, {"train": QUAD}, "object"), (batches, np.zeros(4), "a dict of arrays, .*got array"),
-    (batches, {"x": np.zeros((0, 2))}, r"n > 0, got .*\(0, 2\)"), (batches, {}, "n > 0, got {}"),
-    *[(lambda bad: list(data.to_device([bad])), np.array(bad), "do not fit JAX's u?int32")
-      for bad in ([3, 2**40], [-2**31 - 1], np.uint64([2**32]))],
-    (lambda bad: list(data.to_device(map(int, bad))), ["row 3"], "row 3"),  # the source's own error
-    *[(functools.partial(jax.eval_shape, data.preprocess), np.zeros((2, 28, 28), dtype),
-       rf"uint8 \[..., 28, 28\], got {dtype}") for dtype in ("float32", "int8", "bool")],
-    *[(data.preprocess, np.zeros(shape, np.uint8), "got uint8")
-      for shape in [(2, 784), (28, 28, 1), (28,), ()]],
-    (data.preprocess, [[1, 2]], "got .*list"), (data.preprocess, None, "got .*NoneType")])
-def test_what_does_not_fit_is_refused(function, bad, reason):
-    """A ValueError names what was given: at the call, before any item is asked for.
-    Catches checks in a generator, True for 1, lengths that differ, int32 that wraps round."""
-    with pytest.raises(ValueError, match=reason):
-        function(bad)
+    for batch_size in 2, 10:
+        items = data.batches({"x": np.arange(10)}, batch_size, seed=seed, **options)
+        assert [x for batch in items for x in batch["x"]] == order
 
 
 def item(i):
     return {"a": np.full((2, 3), i, np.uint8), "b": [np.float32(i), jax.random.key(i)],
             "ids": np.array([2**31 - 1, -i])}  # int64 that fits into int32
-
-
-def check_item(got, i):
-    """It is item(i), whatever its dtypes."""
-    for leaf, right in zip(jax.tree.leaves(got), jax.tree.leaves(item(i)), strict=True):
-        assert leaf.shape == right.shape and (leaf == right).all()  # this compares PRNG keys, too
 
 
 @given(st.integers(0, 9), st.integers(1, 4))
@@ -1443,7 +1343,7 @@ def test_stack_puts_steps_in_front(count, steps):
         assert len(stacked["a"]) == stop - start and source.__length_hint__() == count - stop
         assert (stacked["a"].dtype, stacked["ids"].dtype) == (np.uint8, np.int64)  # still NumPy's
         for i in range(start, stop):
-            check_item(jax.tree.map(lambda leaf: leaf[i - start], stacked), i)
+            equal(jax.tree.map(lambda leaf: leaf[i - start], stacked), item(i))
 
 
 @given(st.integers(0, 6), st.sampled_from([{}, {"size": 0}, {"size": 1}, {"size": 4}]))
@@ -1457,7 +1357,7 @@ def test_to_device_works_ahead(count, options):
         assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(got))
         assert source.__length_hint__() == max(0, count - i - 1 - options.get("size", 2))
         assert (got["a"].dtype, got["ids"].dtype) == (jnp.uint8, jnp.int32)
-        check_item(got, i)
+        equal(got, item(i))
 
 
 @pytest.mark.parametrize("offset", [0, 4, 8, 12])  # one of them is aligned to 64 bytes
@@ -1466,15 +1366,11 @@ def test_to_device_yields_what_never_changes(offset):
     Catches NumPy memory that JAX aliases (on a CPU, where it is aligned)."""
     buffer = np.zeros(offset + 2**12, np.float32)[offset:]
 
-    def source():
-        for i in range(5):
-            buffer.fill(i)
-            yield buffer
+    def refilled(i):
+        buffer.fill(i)
+        return buffer
 
-    assert [np.unique(got) for got in list(data.to_device(source()))] == [0, 1, 2, 3, 4]
-
-
-# ---------- data.py: images and their files
+    equal(list(data.to_device(map(refilled, range(5)))), [np.full(2**12, i) for i in range(5)])
 
 
 @given(hnp.arrays(np.uint8, st.sampled_from([(28, 28), (5, 28, 28), (0, 28, 28), (3, 2, 28, 28)])))
@@ -1492,15 +1388,14 @@ def test_preprocess_is_pixel_over_255_in_float32(images):
 def test_synthetic_is_a_function_of_its_seed(seed, num_train, num_test):
     """The seed alone decides; neither part depends on the other's size; classes are balanced.
     Catches global random state, one stream for both parts, labels in a row, images twice."""
-    made = data.synthetic(seed, num_train, num_test)
-    other, images = data.synthetic(seed + 1, num_train, num_test), []
-    fewer = data.synthetic(seed, num_train + 1, num_test), data.synthetic(seed, num_train, 1)
-    jax.tree.map(np.testing.assert_array_equal, made["test"], fewer[0]["test"])
-    jax.tree.map(np.testing.assert_array_equal, made["train"], fewer[1]["train"])
+    made, other = (data.synthetic(n, num_train, num_test) for n in (seed, seed + 1))
+    equal(made["test"], data.synthetic(seed, num_train + 1, num_test)["test"])
+    equal(made["train"], data.synthetic(seed, num_train, 1)["train"])
     assert f"made up from seed {seed}" in made["origin"] and len(made) == 3
+    images = []
     for part, count in ("train", num_train), ("test", num_test):
         image, label = made[part]["image"], made[part]["label"]
-        assert (image.shape, image.dtype) == ((count, 28, 28), np.uint8) and len(label) == count
+        assert image.shape == (count, 28, 28) and image.dtype == label.dtype == np.uint8
         assert np.ptp(np.bincount(label, minlength=10)) <= 1 and max(label) < 10
         assert count < 20 or label.tolist() != (np.arange(count) % 10).tolist()
         images += [one.tobytes() for one in (*image, *other[part]["image"])]
@@ -1519,26 +1414,69 @@ def test_synthetic_is_learnable_but_not_trivial():
 
 
 @given(hnp.arrays(np.uint8, st.lists(st.integers(0, 4), max_size=4).map(tuple)))
+@example(np.zeros((2**32 - 2**24 + 3, 0), np.uint8))
 def test_parse_idx_inverts_an_encoder(array):
-    """Any uint8 array comes back; a byte too few or too many anywhere is a ValueError.
-    Catches a dropped axis, a short read, trailing bytes ignored."""
+    """Any uint8 array comes back; a byte too few, too many or of another type is a ValueError.
+    Catches a dropped axis, lengths cut or little-endian, a short read, trailing bytes ignored."""
     raw = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
     np.testing.assert_array_equal(data.parse_idx(raw), array, strict=True)
-    for bad in [raw[:length] for length in range(len(raw))] + [raw + b"\0"]:
+    for bad in [*(raw[:length] for length in range(len(raw))), raw + b"\0",
+                b"\1" + raw[1:], b"\0\1" + raw[2:], b"\0\0\x0d" + raw[3:]]:
         with pytest.raises(ValueError, match=f"got {len(bad)} bytes"):
             data.parse_idx(bad)
 
 
-def test_parse_idx_example():
-    """The format's byte and row order; no bit of the header can be wrong unnoticed.
-    Catches little-endian lengths in encoder and parser alike, an unchecked byte, 65 axes."""
-    raw = bytes.fromhex("00000803 00000002 00000002 00000002 0001020304050607")
-    assert data.parse_idx(raw).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    flipped = [bytes(byte ^ (1 << bit) * (i == at) for i, byte in enumerate(raw))
-               for at in range(16) for bit in range(8)]
-    for bad in [*flipped, b"\0\0\x08\x41" + 65 * b"\0\0\0\x01" + b"\x05"]:
-        with pytest.raises(ValueError):
-            data.parse_idx(bad)
+# ---------- checkpoint.py, data.py: what is refused
+
+SAVED = {"w": jnp.ones((2, 3)), "n": np.int32(1), "k": jax.random.key(0), "s": [3, True, "text"]}
+load = functools.partial(reload, SAVED)
+QUAD = {"image": np.zeros((4, 2, 2)), "label": np.zeros(4, np.uint8)}
+batches = functools.partial(data.batches, batch_size=2)
+
+
+@pytest.mark.parametrize("function, bad, words", [
+    (load, SAVED | {"n": None}, "n is only there"), (load, SAVED | {"x": 1}, "x is missing"),
+    (load, SAVED | {"w": jnp.ones((3, 2))}, r"w is float32\[2, 3\] .* expected float32\[3, 2\]"),
+    (load, SAVED | {"s": [True, True, "text"]}, "s/0 is int64.* expected bool"),
+    (load, SAVED | {"s": [3, True, 1]}, "s/2 is <U4.* expected int64"),
+    (load, SAVED | {"w": jnp.ones((2, 3), jnp.bfloat16)}, "w is only there|w:bfloat16 is missing"),
+    (load, SAVED | {"k": jax.random.key(0, impl="rbg")}, "k:key<(fry|rbg)> is"),
+    (load, SAVED | {"k": jax.random.split(SAVED["k"])}, r"k:.*uint32\[2\] .*uint32\[2, 2\]"),
+    *[(functools.partial(reload, like={}), {"x": leaf}, "x must be numbers") for leaf in (
+        object(), 2**70, np.array(["a"]), np.zeros(1, "M8[s]"), np.zeros(1, [("a", "f4")]))],
+    *[(functools.partial(reload, like={}), tree, "names no array or two") for tree in (
+        {"a/b": 1, "a": {"b": 2}}, {"file": 1}, {"allow_pickle": 1}, {"x.npy": 1, "x": 2},
+        {"x\0y": 1}, {"x" * 70_000: 1}, {"w:bfloat16": 1, "w": np.ones(1, jnp.bfloat16)})],
+    *[(function, bad, f"{name} must be an integer of at least {least}, got {bad!r}")
+      for function, name, least in [
+          (lambda size: data.batches(QUAD, size), "batch_size", 1),
+          (lambda seed: batches(QUAD, seed=seed), "seed", 0),
+          (lambda epoch: batches(QUAD, epoch=epoch), "epoch", 0),
+          (lambda steps: data.stack([], steps), "steps", 1),
+          (lambda size: data.to_device([], size=size), "size", 0),
+          (lambda seed: data.synthetic(seed, 5, 5), "seed", 0),
+          (lambda count: data.synthetic(0, count, 5), "num_train", 1)]
+      for bad in (least - 1, 1.0, "2", True, 2**64)],
+    (lambda size: data.batches(QUAD, size), 5, "batch_size 5 exceeds the 4 examples"),
+    (lambda bad: batches(QUAD, remainder=bad), "keep", "'drop' or 'pad', got 'keep'"),
+    (batches, {**QUAD, "mask": np.ones(4, bool)}, "none called 'mask', got {'image'"),
+    (batches, {**QUAD, "label": np.zeros(3)}, r"one length .*\(4, 2, 2\).*'float64 \(3,\)'"),
+    (batches, {**QUAD, "label": list("abcd")}, "<U1"), (batches, {"x": 3}, r"'x': 'int64 \(\)'"),
+    (batches, {"train": QUAD}, "object"), (batches, np.zeros(4), "a dict of arrays, .*got array"),
+    (batches, {"x": np.zeros((0, 2))}, r"n > 0, got .*\(0, 2\)"), (batches, {}, "n > 0, got {}"),
+    *[(lambda bad: list(data.to_device([bad])), np.array(bad), "do not fit JAX's u?int32")
+      for bad in ([3, 2**40], [-2**31 - 1], np.uint64([2**32]))],
+    (lambda bad: list(data.to_device(map(int, bad))), ["row 3"], "row 3"),  # the source's own error
+    *[(functools.partial(jax.eval_shape, data.preprocess), np.zeros((2, 28, 28), dtype),
+       rf"uint8 \[..., 28, 28\], got {dtype}") for dtype in ("float32", "int8", "bool")],
+    *[(data.preprocess, np.zeros(shape, np.uint8), "got uint8") for shape in [(784,), (28, 28, 1)]],
+    (data.preprocess, [[1, 2]], "got .*list"), (data.preprocess, None, "got .*NoneType"),
+    (data.parse_idx, b"\0\0\x08\x41" + 65 * b"\0\0\0\1" + b"\5", "dimension")])
+def test_what_does_not_fit_is_refused(function, bad, words):
+    """A ValueError names what was given: at the call, before any item is asked for.
+    Catches leaves cast, broadcast or lost, late checks, True for 1, int32 that wraps round."""
+    with pytest.raises(ValueError, match=words):
+        function(bad)
 
 
 # ---------- decoder: its oracle
