@@ -1308,7 +1308,7 @@ def test_batches_hold_each_example_once(count, batch_size, seed, remainder, conv
     dataset = jax.tree.map(convert, original)
     items = list(data.batches(dataset, batch_size, seed=seed, remainder=remainder))
     shown = np.concatenate([batch["number"] for batch in items])
-    assert len({*shown[:kept]} - {0}) == kept > len(shown) - batch_size
+    assert len({*shown[:kept]} - {0}) == np.count_nonzero(shown) == kept > len(shown) - batch_size
     assert seed is not None or (shown[:kept] == original["number"][:kept]).all()
     right = functools.partial(np.testing.assert_array_equal, strict=True)
     for batch, number in zip(items, shown.reshape(-1, batch_size), strict=True):
@@ -1407,7 +1407,7 @@ def test_synthetic_is_learnable_but_not_trivial():
     Catches labels without relation to the images, noise that drowns them, other test patterns."""
     image, label = data.synthetic(0, 2000, 1)["train"].values()
     means = [image[label == k].mean(0) for k in range(10)]
-    for seed, least, most in (0, 0.75, 0.99), (1, 0, 0.4):
+    for seed, least, most in (0, 0.75, 0.99), (2, 0, 0.4):
         test = data.synthetic(seed, 1, 1000)["test"]
         errors = [((test["image"] - mean) ** 2).sum((1, 2)) for mean in means]  # [10, n]
         assert least < np.mean(np.argmin(errors, axis=0) == test["label"]) < most
@@ -1462,14 +1462,14 @@ batches = functools.partial(data.batches, batch_size=2)
     (batches, {**QUAD, "mask": np.ones(4, bool)}, "none called 'mask', got {'image'"),
     (batches, {**QUAD, "label": np.zeros(3)}, r"one length .*\(4, 2, 2\).*'float64 \(3,\)'"),
     (batches, {**QUAD, "label": list("abcd")}, "<U1"), (batches, {"x": 3}, r"'x': 'int64 \(\)'"),
-    (batches, {"train": QUAD}, "object"), (batches, np.zeros(4), "a dict of arrays, .*got array"),
+    (batches, {"train": [QUAD]}, "object"), (batches, np.zeros(4), "a dict of arrays, .*got array"),
     (batches, {"x": np.zeros((0, 2))}, r"n > 0, got .*\(0, 2\)"), (batches, {}, "n > 0, got {}"),
     *[(lambda bad: list(data.to_device([bad])), np.array(bad), "do not fit JAX's u?int32")
       for bad in ([3, 2**40], [-2**31 - 1], np.uint64([2**32]))],
     (lambda bad: list(data.to_device(map(int, bad))), ["row 3"], "row 3"),  # the source's own error
     *[(functools.partial(jax.eval_shape, data.preprocess), np.zeros((2, 28, 28), dtype),
        rf"uint8 \[..., 28, 28\], got {dtype}") for dtype in ("float32", "int8", "bool")],
-    *[(data.preprocess, np.zeros(shape, np.uint8), "got uint8") for shape in [(784,), (28, 28, 1)]],
+    *[(data.preprocess, np.zeros(bad, "u1"), "got uint8") for bad in [(28,), (784,), (28, 28, 1)]],
     (data.preprocess, [[1, 2]], "got .*list"), (data.preprocess, None, "got .*NoneType"),
     (data.parse_idx, b"\0\0\x08\x41" + 65 * b"\0\0\0\1" + b"\5", "dimension")])
 def test_what_does_not_fit_is_refused(function, bad, words):
