@@ -91,11 +91,8 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     does not fit, and for what a named implementation cannot do.
     """
     implementations = {"naive": naive, "xla": xla, "blockwise": blockwise, "cudnn": cudnn}
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    _check_qkv(query, key, value)
-    is_batched = query.ndim == 4
-    if not is_batched:
-        query, key, value = query[None], key[None], value[None]
+    shape = jnp.shape(query)
+    query, key, value = _check_qkv(query, key, value)
     (B, T, N, H), S = query.shape, key.shape[1]
     bias = _check_scores("bias", bias, jnp.floating, (B, N, T, S))
     mask = _check_scores("mask", mask, jnp.bool_, (B, N, T, S))
@@ -115,7 +112,7 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     if implementation == "cudnn" and refusal is not None:
         raise ValueError(f"'cudnn' cannot run this: {refusal}; use None, 'blockwise' or 'xla'")
     if query.size == 0 or S == 0:
-        return jnp.zeros(query.shape if is_batched else query.shape[1:], query.dtype)
+        return jnp.zeros(shape, query.dtype)
 
     if bias is not None:  # an infinite score would turn into NaN on its way
         hidden = bias == -jnp.inf
@@ -125,18 +122,15 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     query = jnp.where(alive, query, 0)
     key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
 
-    def compute(name):
-        return implementations[name](query, key, value, bias, mask, lengths, window, scale)
-
-    plain = implementation or ("blockwise" if bias is None else "xla")
+    arguments = query, key, value, bias, mask, lengths, window, scale
     if implementation is None and bias is None and mask is None and refusal is None:
         # Decided where the program is compiled for a device, and not by the default device.
         out = jax.lax.platform_dependent(
-            cuda=lambda: compute("cudnn"), default=lambda: compute(plain))
+            cuda=lambda: cudnn(*arguments), default=lambda: blockwise(*arguments))
     else:
-        out = compute(plain)
-    out = jnp.where(alive, out, 0)
-    return out if is_batched else out[0]
+        name = implementation or ("blockwise" if bias is None else "xla")
+        out = implementations[name](*arguments)
+    return jnp.where(alive, out, 0).reshape(shape)
 
 
 def _taking_part(query, key, mask, lengths, window):
@@ -144,9 +138,8 @@ def _taking_part(query, key, mask, lengths, window):
     T, (_, S, K, _) = query.shape[1], key.shape
     (query_lengths, key_lengths), (left, right) = lengths, window
     if mask is None:  # then without any [T, S] array, so that memory stays linear
-        alive = _sees_any(T, query_lengths, S, key_lengths, left, right)
-        seen = _sees_any(S, key_lengths, T, query_lengths, right, left)
-        return alive[:, :, None, None], seen[:, :, None, None]
+        return (_sees_any(T, query_lengths, S, key_lengths, left, right),
+                _sees_any(S, key_lengths, T, query_lengths, right, left))
     pairs = visible(positions(T), positions(S), mask, lengths, window)  # [b, n, T, S]
     by_group = pairs.reshape(pairs.shape[0], min(K, pairs.shape[1]), -1, T, S)  # [b, k, g, T, S]
     alive, seen = pairs.any(axis=3), by_group.any(axis=(2, 3))  # [b, n, T], [b, k, S]
@@ -154,10 +147,10 @@ def _taking_part(query, key, mask, lengths, window):
 
 
 def _sees_any(size, length, others, other_length, before, after):
-    """bool [b, size]: which places p see one of p - before .. p + after among `others` places."""
-    p = positions(size)[None, :]  # [1, size]
-    length, others = (jnp.full((1, 1), n, jnp.int32) if x is None else jnp.minimum(x[:, None], n)
-                      for x, n in ((length, size), (other_length, others)))  # [b, 1]
+    """bool [b, size, 1, 1]: places p that see one of p - before .. p + after `others`."""
+    p = positions(size)[None, :, None, None]  # [1, size, 1, 1]
+    length, others = (n if x is None else jnp.minimum(x[:, None, None, None], n)
+                      for x, n in ((length, size), (other_length, others)))  # [b, 1, 1, 1]
     first = jnp.zeros_like(p) if before is None else jnp.maximum(p - before, 0)
     last = others - 1 if after is None else jnp.minimum(p + after, others - 1)
     return (p < length) & (first <= last)
@@ -368,9 +361,9 @@ def _project(params, x, at, rotate):
 # ---------------------------------------------------------------- the cache
 def init_kv_cache(batch_size, max_length, num_kv_heads, head_dim, dtype=jnp.float32):
     """An empty cache, {"k": [B, S, K, H], "v": [B, S, K, H], "length": int32 [B]} of zeros."""
-    # Two arrays of zeros, since one buffer cannot be donated twice.
-    k, v = (jnp.zeros((batch_size, max_length, num_kv_heads, head_dim), dtype) for _ in range(2))
-    return {"k": k, "v": v, "length": jnp.zeros(batch_size, jnp.int32)}
+    shape = batch_size, max_length, num_kv_heads, head_dim
+    return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype),
+            "length": jnp.zeros(batch_size, jnp.int32)}
 
 
 def kv_cache_bytes(batch_size, max_length, num_kv_heads, head_dim, dtype=jnp.float32):
@@ -414,10 +407,9 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
 
     valid = fits[:, None] & (positions(T)[None, :] < new[:, None])  # [B, T]
     slots = jnp.where(valid, at, S)  # there is no slot S, and mode="drop" drops what goes there
-    rows = positions(B)[:, None]
 
     def write(stack, x):
-        return stack.at[layer, rows, slots].set(
+        return stack.at[layer, positions(B)[:, None], slots].set(
             x.astype(stack.dtype), mode="drop", out_sharding=jax.typeof(stack).sharding)
 
     cache = {"k": write(cache["k"], key), "v": write(cache["v"], value),
@@ -437,7 +429,7 @@ def cudnn_refusal(query, key, value, bias=None, mask=None, **options):
     options: those of that function. Whether a GPU is there is another question: without one the
     call can still be lowered for CUDA and read.
     """
-    (T, _, H), S = query.shape[-3:], key.shape[-3]
+    (T, _, H), S, dtype = query.shape[-3:], key.shape[-3], query.dtype
     window = options.get("local_window_size")
     left, right = _check_window(window, options.get("is_causal", False))
     plugins = [importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)]
@@ -446,8 +438,7 @@ def cudnn_refusal(query, key, value, bias=None, mask=None, **options):
     rules = [
         (any(plugins), "the CUDA plugin is not installed (pip install 'jax[cuda12]')"),
         (oldest >= 8, f"it needs compute capability 8.0, this GPU has {oldest}"),
-        (query.dtype in (jnp.float16, jnp.bfloat16),
-         f"it takes float16 and bfloat16, not {query.dtype}"),
+        (dtype in (jnp.float16, jnp.bfloat16), f"it takes float16 and bfloat16, not {dtype}"),
         (0 < H <= largest and H % 8 == 0,
          f"the head dimension must be a multiple of 8 up to {largest}, not {H}"),
         (T % 2 == S % 2 == 0, f"both lengths must be even (for the gradient), not {T} and {S}"),
@@ -482,16 +473,19 @@ def cudnn(query, key, value, bias, mask, lengths, window, scale):
 
 # ---------------------------------------------------------------- what is refused
 def _check_qkv(query, key, value):
-    got = ", ".join(f"{x.dtype} {x.shape}" for x in (query, key, value))
+    """The three as arrays with an axis B."""
+    arrays = query, key, value = [jnp.asarray(x) for x in (query, key, value)]
     if not (query.ndim in (3, 4) and query.ndim == key.ndim and key.shape == value.shape
-            and query.shape[:-3] == key.shape[:-3] and query.shape[-1] == key.shape[-1]):
+            and query.shape[:-3] == key.shape[:-3] and query.shape[-1] == key.shape[-1]
+            and query.dtype == key.dtype == value.dtype
+            and jnp.issubdtype(query.dtype, jnp.floating)):
+        got = ", ".join(f"{x.dtype} {x.shape}" for x in arrays)
         raise ValueError("query [B, T, N, H] and key, value [B, S, K, H] must agree in B, S, K, H "
-                         f"(or all lack B): got {got}")
-    if not (query.dtype == key.dtype == value.dtype and jnp.issubdtype(query.dtype, jnp.floating)):
-        raise ValueError(f"query, key and value must have one floating dtype: got {got}")
+                         f"(or all lack B) and have one floating dtype: got {got}")
     N, K = query.shape[-2], key.shape[-2]
     if K < 1 or N % K:
         raise ValueError(f"query heads must be a multiple of key/value heads: got {N} and {K}")
+    return [x if x.ndim == 4 else x[None] for x in arrays]
 
 
 def _check_scores(name, x, kind, shape):
@@ -499,10 +493,10 @@ def _check_scores(name, x, kind, shape):
     if x is None:
         return None
     x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, kind):
-        raise ValueError(f"{name} must be {kind.__name__}: got {x.dtype}")
-    if x.ndim > 4 or any(n not in (1, want) for n, want in zip(x.shape[::-1], shape[::-1])):
-        raise ValueError(f"{name} must broadcast to [B, N, T, S], {shape}: got {x.shape}")
+    fits = x.ndim <= 4 and all(n in (1, want) for n, want in zip(x.shape[::-1], shape[::-1]))
+    if not fits or not jnp.issubdtype(x.dtype, kind):
+        raise ValueError(f"{name} must be {kind.__name__} and broadcast to [B, N, T, S], {shape}: "
+                         f"got {x.dtype} {x.shape}")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
@@ -519,9 +513,8 @@ def _check_window(window, is_causal):
     """How far a query sees to both sides, None without end: keys i - left .. i + right."""
     if window is None:
         return None, 0 if is_causal else None
-    integer = (int, np.integer)
-    sides = (window, window) if isinstance(window, integer) else window
-    if np.shape(sides) != (2,) or not all(isinstance(side, integer) for side in sides):
+    sides = (window, window) if np.ndim(window) == 0 else tuple(window)
+    if len(sides) != 2 or not all(isinstance(side, (int, np.integer)) for side in sides):
         raise ValueError(f"local_window_size must be an int or (left, right): got {window!r}")
     left, right = map(int, sides)
     return left, min(right, 0) if is_causal else right
