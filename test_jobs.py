@@ -5,6 +5,7 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import importlib.metadata
 import math
 import os
 import random
@@ -24,8 +25,10 @@ from pathlib import Path
 from unittest import mock
 
 # As in test_props.py, which pytest imports after this file and before the first test of either.
-os.environ["XLA_FLAGS"] = ("--xla_force_host_platform_device_count=2 "
-                           "--xla_backend_optimization_level=0")
+FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count="
+if importlib.metadata.version("jax").startswith("0.10."):  # later ones do not know it
+    FLAGS = f"--xla_cpu_use_fusion_emitters=false {FLAGS}"
+os.environ["XLA_FLAGS"] = f"{FLAGS}2"
 COMPILED = tempfile.TemporaryDirectory()  # what one run has compiled, others and children load
 os.environ |= {"JAX_COMPILATION_CACHE_DIR": COMPILED.name,
                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -51,8 +54,8 @@ TINY = "--dataset synthetic --hidden 8 --epochs 2 --log-every 5 --batch-size 100
 
 def start(*argv, devices=1, **environment):
     """Starts Python in a process of its own, on so many CPU devices."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **environment}
+    environment = {
+        **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{FLAGS}{devices}", **environment}
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([sys.executable, *argv], cwd=HERE, env=environment, **streams)
 
