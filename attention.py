@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 HIDDEN = -1e30  # the score of a key that may not be seen: finite, since inf - inf is NaN
+positions = functools.partial(jnp.arange, dtype=jnp.int32)  # also where JAX counts in 64 bits
 
 
 # ---------------------------------------------------------------- on paper
@@ -60,26 +61,20 @@ def naive(query, key, value, bias, mask, lengths, window, scale):
     return out.swapaxes(1, 2)
 
 
-def positions(n):
-    """0..n-1 as int32, also where JAX counts in 64 bits."""
-    return jnp.arange(n, dtype=jnp.int32)
-
-
 # ---------------------------------------------------------------- one function for all
 def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None, is_causal=False,
                           query_seq_lengths=None, key_value_seq_lengths=None,
                           local_window_size=None, implementation=None):
     """softmax(query key^T * scale + bias) value: [B, T, N, H] in the query's dtype.
 
-    It replaces `jax.nn.dot_product_attention` (but has no return_residual).
-
-    query [B, T, N, H], key and value [B, S, K, H] have one floating dtype and may all lack B; K
-    divides N. The softmax is float32, for float64 it is float64 (but by "xla"). bias: numbers added
-    to the scaled scores, -inf hides a key. mask: bool, True means "may attend". Both broadcast to
-    [B, N, T, S]. scale: 1 / sqrt(H) by default. is_causal: query i sees keys 0..i, both counted
-    from their start (top-left), also if T != S. query_seq_lengths, key_value_seq_lengths: integers
-    [B]; what lies at or beyond is padding. local_window_size: (left, right), or one int for both:
-    query i sees keys i - left .. i + right.
+    It replaces `jax.nn.dot_product_attention` (but has no return_residual). query [B, T, N, H], key
+    and value [B, S, K, H] have one floating dtype and may all lack B; K divides N. The softmax is
+    float32, for float64 it is float64 (but by "xla"). bias: numbers added to the scaled scores,
+    -inf hides a key. mask: bool, True means "may attend". Both broadcast to [B, N, T, S]. scale:
+    1 / sqrt(H) by default. is_causal: query i sees keys 0..i, both counted from their start
+    (top-left), also if T != S. query_seq_lengths, key_value_seq_lengths: integers [B]; what lies at
+    or beyond is padding. local_window_size: (left, right), or one int for both: query i sees keys
+    i - left .. i + right.
 
     implementation: "naive", the one to read; "xla", that of jax.nn; "blockwise", fused, in plain
     JAX, memory linear in T and S, takes no bias; "cudnn", the fused GPU kernel; None: cuDNN on a
@@ -218,11 +213,6 @@ def _tiles(x, K, block):
     return x.reshape(-1, B, K, n // K, block, H).reshape(-1, B, K, n // K * block, H)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(sizes, q, k, v, mask, lengths):
-    return _forward(sizes, q, k, v, mask, lengths)[0]
-
-
 def _forward(sizes, q, k, v, mask, lengths):
     pairs, seen = _pairs(sizes, q, k, mask, lengths)
 
@@ -261,6 +251,7 @@ def _backward(sizes, residuals, do):
     return dqT.swapaxes(3, 4), dk, dv, None, None
 
 
+_blockwise = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(0,))
 _blockwise.defvjp(_forward, _backward)
 put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)  # (array, its tile i, i)
 
@@ -275,8 +266,7 @@ def _scan(visit, carry, pairs):
 def _pairs(sizes, q, k, mask, lengths):
     """Pairs (query tile i, key tile j), int32 [n, 2], seen whole and seen in part; and `seen`.
 
-    Others, above the causal diagonal or outside the window, are not visited. seen(i, j): which keys
-    of such a pair its queries see, bool [b, k, R, s].
+    Others are not visited. seen(i, j): which keys of a pair its queries see, bool [b, k, R, s].
     """
     (S, bq, window), (K, R), bk = sizes, q.shape[2:4], k.shape[3]
     left, right = (np.inf if side is None else side for side in window)
@@ -316,20 +306,16 @@ def init_attention(key, model_dim, num_heads, num_kv_heads=None, head_dim=None, 
     key: a `jax.random.key`. Variance 1 / fan-in (LeCun). K = N without num_kv_heads, H = D / N
     without head_dim. ValueError if the counts do not divide each other or a size is less than 1.
     """
-    K = num_heads if num_kv_heads is None else num_kv_heads
-    H = model_dim // max(num_heads, 1) if head_dim is None else head_dim
-    if min(model_dim, num_heads, K, H) < 1 or num_heads % K or (
-            head_dim is None and model_dim % num_heads):
-        raise ValueError("sizes must be positive, query heads a multiple of key/value heads, and "
-                         "num_heads divide model_dim where no head_dim is: "
-                         f"got {model_dim=}, {num_heads=}, {num_kv_heads=}, {head_dim=}")
+    D, N, K = model_dim, num_heads, num_heads if num_kv_heads is None else num_kv_heads
+    H = D // max(N, 1) if head_dim is None else head_dim
+    if min(D, N, K, H) < 1 or N % K or (head_dim is None and D % N):
+        raise ValueError("sizes must be positive, K divide N, and without head_dim N divide D: got "
+                         f"{model_dim=}, {num_heads=}, {num_kv_heads=}, {head_dim=}")
     to_heads = jax.nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
     from_heads = jax.nn.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
     q, k, v, o = jax.random.split(key, 4)
-    return {"wq": to_heads(q, (model_dim, num_heads, H), dtype),
-            "wk": to_heads(k, (model_dim, K, H), dtype),
-            "wv": to_heads(v, (model_dim, K, H), dtype),
-            "wo": from_heads(o, (num_heads, H, model_dim), dtype)}
+    return {"wq": to_heads(q, (D, N, H), dtype), "wk": to_heads(k, (D, K, H), dtype),
+            "wv": to_heads(v, (D, K, H), dtype), "wo": from_heads(o, (N, H, D), dtype)}
 
 
 def attention(params, x, *, is_causal=True, key_value_seq_lengths=None, rotate=None,
@@ -375,17 +361,15 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
     """Causal self-attention of new tokens to all before them: ([B, T, D], the cache with them).
 
     For prefill (T > 1), at once or in chunks, and decoding (T = 1): however a sequence is cut, the
-    outputs are those of `attention` on all of it, up to rounding. It compiles once per shape. Rows
-    may stand at different positions; that takes a mask, which cuDNN does not serve.
+    outputs are those of `attention` on all of it, up to rounding. Rows may stand at different
+    positions; that takes a mask, which cuDNN does not serve. It compiles once per shape.
 
-    x: [B, T, D], tokens that continue each row; seq_lengths, int [B]: how many of them count, all
-    by default; the rest is padding on the right. cache: may be donated; unused slots may hold
-    anything. layer: the one to use of a cache with a leading axis of layers, which a loop over
-    layers can hand on and write in place. rotate: as in `attention`.
-
-    A row that would run past the last slot, or whose seq_lengths entry is not in 0..T, keeps its
-    cache and length and gets NaN (XLA by itself would shift the write over older entries).
-    ValueError for shapes that do not fit, T > S included, and for a layer that is none.
+    x: [B, T, D], tokens that continue each row. seq_lengths, int [B]: how many of them count (all);
+    the rest is padding on the right. cache: may be donated; unused slots may hold anything. layer:
+    which one, if the cache has a leading axis of layers; a loop over them then writes in place.
+    rotate: as in `attention`. A row that would run past the last slot, or whose seq_lengths entry
+    is not in 0..T, keeps its cache and length and gets NaN (XLA by itself would shift the write
+    over older entries). ValueError for shapes that do not fit, T > S too, and a layer that is none.
     """
     if layer is None:  # a stack of one
         stack = jax.tree.map(lambda leaf: leaf[None], cache)
@@ -395,8 +379,7 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
     (B, T), (L, *shape), (_, K, H) = x.shape[:2], cache["k"].shape, params["wk"].shape
     S = shape[1] if len(shape) == 4 else 0
     if shape != [B, S, K, H] or T > S:
-        raise ValueError(f"the cache must be [{B}, S, {K}, {H}], S at least {T}, to fit x and wk: "
-                         f"got {shape}")
+        raise ValueError(f"to fit x, the cache must be [{B}, S >= {T}, {K}, {H}]: got {shape}")
     if isinstance(layer, int) and not 0 <= layer < L:
         raise ValueError(f"layer must lie in 0..{L - 1}, got {layer}")
     new = jnp.full(B, T) if seq_lengths is None else seq_lengths
@@ -404,7 +387,6 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
     fits = (new >= 0) & (new <= T) & (start + new <= S)  # [B]
     at = start[:, None] + positions(T)[None, :]  # [B, T]
     query, key, value = _project(params, x, at, rotate)
-
     valid = fits[:, None] & (positions(T)[None, :] < new[:, None])  # [B, T]
     slots = jnp.where(valid, at, S)  # there is no slot S, and mode="drop" drops what goes there
 
@@ -426,8 +408,7 @@ def cached_attention(params, x, cache, *, layer=None, seq_lengths=None, rotate=N
 def cudnn_refusal(query, key, value, bias=None, mask=None, **options):
     """Why cuDNN cannot run `dot_product_attention` on these arguments (a str), or None if it can.
 
-    options: those of that function. Whether a GPU is there is another question: without one the
-    call can still be lowered for CUDA and read.
+    options: those of that function. Without a GPU the call can be lowered for CUDA all the same.
     """
     (T, _, H), S, dtype = query.shape[-3:], key.shape[-3], query.dtype
     window = options.get("local_window_size")
@@ -513,8 +494,7 @@ def _check_window(window, is_causal):
     """How far a query sees to both sides, None without end: keys i - left .. i + right."""
     if window is None:
         return None, 0 if is_causal else None
-    sides = (window, window) if np.ndim(window) == 0 else tuple(window)
-    if len(sides) != 2 or not all(isinstance(side, (int, np.integer)) for side in sides):
+    if np.shape(window) not in [(), (2,)] or np.asarray(window).dtype.kind not in "iu":
         raise ValueError(f"local_window_size must be an int or (left, right): got {window!r}")
-    left, right = map(int, sides)
+    left, right = np.broadcast_to(window, 2).tolist()
     return left, min(right, 0) if is_causal else right

@@ -376,7 +376,7 @@ def llama(device, config, task, rows, length):
 def measure_decoder(args):
     """Training and generation beside transformers; bits per byte beside compressors; bfloat16."""
     progress("about 6 minutes at the default sizes, on 2 cores")
-    vars(args).update({name: default for name, (default, _) in decoder.RECIPE.items()})
+    vars(args).update(decoder.RECIPE)
     text = data.documentation()
     start = len(text) - len(text) // 10  # where the held-out part begins
     tokens, figure = np.frombuffer(text, np.uint8), "held-out bits per byte"

@@ -117,7 +117,7 @@ def training_windows(text, batch_size, length, seed, step):
 
 def _checked(dataset):
     if not isinstance(dataset, dict) or "mask" in dataset:
-        raise ValueError(f"expected a dict of arrays, none called 'mask', got {dataset!r:.80}")
+        raise ValueError(f"expected a dict of arrays, none called 'mask', got {str(dataset)!r:.80}")
     arrays = {name: np.asarray(value) for name, value in dataset.items()}
     lengths = {array.shape[:1] for array in arrays.values()}  # one: {(n,)}
     kinds = {array.dtype.kind for array in arrays.values()}  # "O", "S", "U": objects and strings

@@ -156,9 +156,9 @@ def decoder(params, tokens, *, rotate=rotate, epsilon=1e-5, implementation=None,
 
     tokens: integer [B, T] in 0..V-1. rotate, implementation: as in attention.py. remat: keep only
     each layer's input for the backward pass and compute the rest again (a third more arithmetic).
-    unroll: layers per iteration of the scan; L of them run fastest, and compile longest. dtype: of
-    the computation, say jnp.bfloat16 (None: that of the parameters, which stay as they are).
-    A mesh wants Auto axes: under Explicit ones JAX refuses the embedding's gather.
+    unroll: layers per iteration of the scan; all L run fastest and compile longest. dtype: of the
+    computation, say jnp.bfloat16 (None: the parameters'). A mesh wants Auto axes: under Explicit
+    ones JAX refuses the embedding's gather.
     """
     def attend(weights, x):
         return attention.attention(weights, x, rotate=rotate, implementation=implementation), None
@@ -265,13 +265,13 @@ def generate(params, prompt, num_tokens, *, prompt_lengths=None, key=None, tempe
              top_k=None, top_p=None, stop_token=None, rotate=rotate, epsilon=1e-5):
     """Continues each row of `prompt` by `num_tokens` tokens -> int32 [B, T + num_tokens].
 
-    prompt: integer [B, T], padded on the right, never on the left. prompt_lengths: integer [B] in
-    1..T, how many are real. New tokens stand directly after a row's own prompt, zeros after them.
+    prompt: integer [B, T], padded on the right, never on the left; prompt_lengths, integer [B] in
+    1..T: how many are real. New tokens stand directly after a row's own prompt, zeros after them.
     temperature 0 takes the likeliest token; above, they are drawn with `key` as `sample` says.
     stop_token: an integer or several; a row that has produced one is filled up with it (which saves
-    no time). The cache has the parameters' dtype. One compiled call, made anew for other shapes,
-    num_tokens, top_k, rotate, epsilon, and for greedy or drawn. Wrong arguments are a ValueError at
-    once; those that compiled code cannot see, and logits not finite, make the row go on with -1.
+    no time). One compiled call, made anew for other shapes, num_tokens, top_k, rotate, epsilon, and
+    for greedy or drawn. Wrong arguments are a ValueError at once; those that compiled code cannot
+    see, and logits not finite, make the row go on with -1. The cache has the parameters' dtype.
     """
     prompt, V = jnp.asarray(prompt), params["embedding"].shape[0]
     if prompt.ndim != 2 or 0 in prompt.shape:
@@ -407,12 +407,10 @@ def to_llama(params):
 
 
 # ---------------------------------------------------------------- the main job
-RECIPE = {  # flag: (default, meaning); chosen on the last tenth of the training text
-    "steps": (1500, "training steps"), "batch_size": (4, "windows per step, over all devices"),
-    "length": (512, "bytes per window"), "layers": (4, "layers"), "model_dim": (128, "their width"),
-    "heads": (2, "query heads"), "kv_heads": (1, "key/value heads"),
-    "learning_rate": (0.02, "Muon's, at its peak"), "weight_decay": (0.3, "of layers' matrices"),
-    "seed": (0, "of all that is drawn"), "text": ("", "file to train on, for Python's manual")}
+RECIPE = {  # the flags and their defaults, chosen on the last tenth of the training text
+    "steps": 1500, "batch_size": 4, "length": 512,  # of windows, in bytes
+    "layers": 4, "model_dim": 128, "heads": 2, "kv_heads": 1, "learning_rate": 0.02,  # Muon's peak
+    "weight_decay": 0.3, "seed": 0, "text": ""}  # a file; without: Python's manual
 
 
 def make_muon(learning_rate, weight_decay):
@@ -450,9 +448,7 @@ def held_out_bits(params, windows):
 
 def train(args, init, text, devices):
     """The parameters after args.steps steps on text, from init() or the newest checkpoint on."""
-    import checkpoint
-    import data
-    import minijax_train
+    import checkpoint, data, minijax_train
     rate = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, args.steps // 10, args.steps)
     optimizer = make_muon(rate, args.weight_decay)
     step = minijax_train.make_train_step(functools.partial(loss_fn, unroll=4), optimizer)
@@ -475,11 +471,9 @@ def train(args, init, text, devices):
 
 def run(args):
     """Trains, unless that is done, and writes: {"bits_per_byte" if trained, "written": bytes}."""
-    import checkpoint
-    import data
-    import minijax_train
-    devices = minijax_train.find_devices()
-    saved = {"settings": {name: default for name, (default, _) in RECIPE.items()}, "step": -1}
+    import checkpoint, data, minijax_train
+    devices, result = minijax_train.find_devices(), {}
+    saved = {"settings": RECIPE, "step": -1}
     newest = checkpoint.latest_checkpoint(args.checkpoint_dir) if args.resume else None
     if newest:
         saved = checkpoint.load_checkpoint(newest, saved, partial=True)
@@ -493,7 +487,6 @@ def run(args):
     init = functools.partial(
         init_decoder, jax.random.key(args.seed), vocab_size=256, num_layers=args.layers,
         model_dim=args.model_dim, num_heads=args.heads, num_kv_heads=args.kv_heads)
-    result = {}
     if saved["step"] == args.steps:  # the model is there, so its optimizer is not asked for
         like = {"params": jax.eval_shape(init)}
         params = checkpoint.load_checkpoint(newest, like, partial=True)["params"]
@@ -516,11 +509,11 @@ def main(argv=None):
     from minijax_train import command_line, number
     parser = argparse.ArgumentParser(prog="decoder.py", description="A language model of bytes.")
     add, count = parser.add_argument, number(int, 1, 2**31 - 1)
-    for name, (default, meaning) in RECIPE.items():
+    for name, default in RECIPE.items():
         least = 0 if name in ("learning_rate", "weight_decay", "seed") else 1
         kind = str if name == "text" else number(type(default), least, 2**31 - 1)
         add("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, metavar="X",
-            help=f"{meaning} ({default})")
+            help=f"({default})" if name != "text" else "file to train on, for Python's manual")
     add("--log-every", type=count, default=50, metavar="X", help="steps per line and save (50)")
     add("--prompt", default="", metavar="TEXT", help="go on from this, not from held-out text")
     add("--tokens", type=count, default=384, metavar="N", help="bytes to write (384)")

@@ -26,8 +26,8 @@ from unittest import mock
 
 # As in test_props.py, which pytest imports after this file and before the first test of either.
 FLAGS = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count="
-if importlib.metadata.version("jax").startswith("0.10."):  # later ones do not know it
-    FLAGS = f"--xla_cpu_use_fusion_emitters=false {FLAGS}"
+if importlib.metadata.version("jax").startswith("0.10."):  # later ones do not know these
+    FLAGS = f"--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 {FLAGS}"
 os.environ["XLA_FLAGS"] = f"{FLAGS}2"
 COMPILED = tempfile.TemporaryDirectory()  # what one run has compiled, others and children load
 os.environ |= {"JAX_COMPILATION_CACHE_DIR": COMPILED.name,
@@ -957,7 +957,7 @@ def bare(monkeypatch):
     monkeypatch.setattr(decoder, "generate", lambda params, prompt, count: prompt)
     monkeypatch.setattr(decoder, "loss_fn", frequencies)
     for name, value in small.items():
-        monkeypatch.setitem(decoder.RECIPE, name, (value, ""))
+        monkeypatch.setitem(decoder.RECIPE, name, value)
 
 
 @pytest.mark.parametrize("table", TABLES)
