@@ -31,7 +31,7 @@ if importlib.metadata.version("jax").startswith("0.10."):  # later ones do not k
 os.environ["XLA_FLAGS"] = f"{FLAGS}2"
 COMPILED = tempfile.TemporaryDirectory()  # what one run has compiled, others and children load
 os.environ |= {"JAX_COMPILATION_CACHE_DIR": COMPILED.name,
-               "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+               "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 
 import jax
