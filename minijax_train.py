@@ -41,8 +41,8 @@ def mlp(params, x):
     if x.ndim != 2 or x.shape[1] != width or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"expected float images [B, {width}], got {x.dtype} {list(x.shape)}")
     for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])  # [B, O]
-    return x @ params[-1]["w"] + params[-1]["b"]  # [B, C]
+        x = jax.nn.relu(x @ layer["w"] + layer["b"][None])  # [B, O]
+    return x @ params[-1]["w"] + params[-1]["b"][None]  # [B, C]
 
 
 def check_classes(name, values, num_classes, mask):
@@ -72,7 +72,8 @@ def masked_losses(params, batch, label_smoothing=0.0):
     # The model never sees what padding rows hold: a NaN would come back in the gradient as 0 * NaN.
     image = jnp.where(jnp.expand_dims(mask, range(1, image.ndim)), image, 0)
     logits = mlp(params, image).astype(jnp.float32)  # [B, C]
-    targets = optax.smooth_labels(jax.nn.one_hot(label, num_classes), label_smoothing)
+    targets = jax.nn.one_hot(label, num_classes, dtype=logits.dtype)  # [B, C]
+    targets = optax.smooth_labels(targets, label_smoothing)
     losses = jnp.where(wrong, jnp.nan, optax.softmax_cross_entropy(logits, targets))  # [B]
     return jnp.where(mask, losses, 0), logits, wrong
 
@@ -81,11 +82,10 @@ def loss_fn(params, batch, label_smoothing=0.0):
     """(mean cross-entropy in nats over the real rows, {"loss", "accuracy"}).
 
     Rows where `mask` is False count for nothing, whatever they hold; without any other, loss and
-    gradients are 0. ValueError for shapes and dtypes that do not fit and a label outside 0..C-1,
-    which makes the loss NaN in compiled code, since that cannot raise. label_smoothing: the share
-    of the target spread over all classes (Szegedy et al. 2016, arXiv:1512.00567, section 7).
-    Accumulated over batches (optax.MultiSteps), gradients are those of all rows together only if
-    each batch has the same number of real rows: a mean of means weighs batches alike.
+    gradients are 0. ValueError for shapes and dtypes that do not fit and a label outside 0..C-1
+    (NaN in compiled code, which cannot raise). label_smoothing: the share of the target spread over
+    all classes (Szegedy et al. 2016, arXiv:1512.00567, section 7). Accumulated over batches
+    (optax.MultiSteps), gradients are means of means: right if each batch has as many real rows.
     """
     losses, logits, _ = masked_losses(params, batch, label_smoothing)
     count = jnp.maximum(jnp.sum(batch["mask"], dtype=jnp.float32), 1)

@@ -876,7 +876,6 @@ def test_command_trains_measures_and_writes(trained):
 
 def test_command_resumes_exactly(trained, tmp_path):
     """Resumed halfway, with no flag repeated, it ends with the same numbers and the same bytes.
-
     Catches a resume that loses the optimizer's state, its place in the text, or the sizes."""
     folder, result = trained
     shutil.copy(folder / "ck" / "step_2.npz", tmp_path)
@@ -886,7 +885,6 @@ def test_command_resumes_exactly(trained, tmp_path):
 
 def test_finished_run_only_writes(trained, monkeypatch):
     """With a finished folder it trains nothing, and goes on from the prompt as it is told to.
-
     Catches sizes asked for again, a prompt that is dropped, sampling flags without effect."""
     folder, result = trained
     monkeypatch.setattr(decoder, "train", None)
@@ -928,6 +926,37 @@ def test_command_refuses_another_run(trained):
         decoder.main([*flags, "--resume", "--steps", "6"])
     with pytest.raises(SystemExit, match="--resume"):
         decoder.main([*flags, *TINY_DECODER])
+
+
+def test_documentation_is_the_help_topics():
+    """All topics in alphabetical order, the same in every process. Catches an order by hash."""
+    from pydoc_data.topics import topics
+    want = [line for name in sorted(topics) for line in topics[name].split("\n")]
+    assert data.documentation().decode().split("\n") == want
+
+
+def test_muon_makes_the_updates_of_matrices_orthogonal():
+    """The first step of a layer's matrix, heads merged, has singular values near the learning rate
+    (times sqrt(out / in) above 1); all else takes Adam's at a fifth of it; only matrices decay.
+    Catches axes taken for others, layers or heads mixed, a rate or decay gone astray."""
+    params = decoder.init_decoder(jax.random.key(0), vocab_size=23, num_layers=2, model_dim=16,
+                                  num_heads=4, num_kv_heads=2, mlp_dim=20)
+    optimizer = decoder.make_muon(lambda step: 0.1, 0.5)
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda w: np.float32(rng.normal(size=w.shape)), params)
+    updates, _ = jax.jit(lambda g: optimizer.update(g, optimizer.init(params), params))(grads)
+    for (path, update), weight, grad in zip(
+            jax.tree.leaves_with_path(updates), *map(jax.tree.leaves, (params, grads))):
+        name = path[-1].key
+        if name.startswith("w"):
+            step = np.asarray(update + 0.05 * weight)[1]
+            step = step.reshape((-1, 16) if name == "wo" else (len(step), -1))
+            singular = np.linalg.svd(step, compute_uv=False)
+            scale = max(1, step.shape[1] / step.shape[0]) ** 0.5
+            assert 0.03 < singular.min() / scale and singular.max() / scale < 0.13
+        else:
+            want = -0.02 * (1 + 0.9 * 0.1 / 0.19) * np.sign(grad)  # Nesterov looks ahead
+            np.testing.assert_allclose(update, want, rtol=1e-3)
 
 
 TINY_BENCH = ("--rounds 1 --dataset synthetic --epochs 2 --batch-size 500 --hidden 8 "
@@ -978,7 +1007,6 @@ def test_a_table_is_measured_printed_and_returned(table, bare, capsys):
 
 def test_a_ratio_is_given_only_where_it_is_larger_than_its_spread():
     """Twice as slow in each round gives 2; now faster and now slower, or one round, gives None.
-
     Catches a ratio of medians, which does not know its spread, and one of a row to itself.
     """
     values = {("w", "a"): [1, 1, 2, 1], ("w", "b"): [2, 2, 4, 2], ("w", "c"): [3, 3, 6, 3],
@@ -988,7 +1016,6 @@ def test_a_ratio_is_given_only_where_it_is_larger_than_its_spread():
 
 def test_tasks_run_in_turn_after_a_warm_up():
     """A B, then A B again for each round; the first two results are thrown away.
-
     Catches all rounds of A before those of B, and a warm-up that counts.
     """
     calls = []
@@ -1004,7 +1031,6 @@ def constant_job(layers, x, y, steps, recipe):
 @pytest.mark.parametrize("labels", [np.zeros(7, int), np.arange(7)], ids=["good", "poor"])
 def test_a_peers_main_job_is_watched_by_what_it_prints(labels, tmp_path):
     """Accuracy, the time of an epoch, and to 90 % (inf: never), of a process without JAX.
-
     Catches a final line that counts as an epoch, and a 90 % that was not reached.
     """
     images, recipe = np.zeros((7, 28, 28)), {"batch_size": 3, "hidden": [], "epochs": 2, "seed": 0}
@@ -1028,7 +1054,6 @@ def test_a_peer_that_fails_is_an_error_not_a_row():
                          ids=" ".join)
 def test_a_users_mistake_with_bench_is_one_line(argv, capsys):
     """What cannot be done ends in one line that names the program.
-
     Catches a traceback or a page of usage.
     """
     with pytest.raises(SystemExit) as stop:
@@ -1045,7 +1070,6 @@ SMALL_README = {  # what makes a block quick to run: fewer images, the same code
 
 def test_every_python_block_of_the_readme_runs(tmp_path, monkeypatch):
     """The blocks run one after the other, as they stand but for the number of images.
-
     Catches a name that was changed in a module and not in the README.
     """
     monkeypatch.chdir(tmp_path)
@@ -1061,7 +1085,6 @@ def test_every_python_block_of_the_readme_runs(tmp_path, monkeypatch):
 
 def test_budgets_and_house_rules():
     """No class, no bare except, no assert outside the tests, and at most 100 columns.
-
     Catches what slips in when a line is added in a hurry.
     """
     for name in ("minijax_train", "checkpoint", "data", "attention", "decoder", "bench"):
